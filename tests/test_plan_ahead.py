@@ -76,7 +76,7 @@ def a_batch() -> Any:
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    arguments = ["plan", "tests.models.TinyGPT", "tests.test_plan_ahead.a_batch", "--world-size", "16"]
+    arguments = ["plan", "tests.models.TinyGPT", "tests.test_plan_ahead.a_batch", "--world_size", "16"]
     arguments += ["--set", "pipeline_parallel_size=2", "tensor_parallel_size=2", "zero.stage=3"]
     main([*arguments, "--json"])
     planned = json.loads(capsys.readouterr().out)
@@ -88,7 +88,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         main([*arguments, "--memory", "0.0001"])
     assert "but activations.budget is 0.1 MiB" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["plan", "tests.models.Nothing", "tests.test_plan_ahead.a_batch", "--world-size", "16"])
+        main(["plan", "tests.models.Nothing", "tests.test_plan_ahead.a_batch", "--world_size", "16"])
     assert "tests.models.Nothing can't be imported" in capsys.readouterr().err
 
 

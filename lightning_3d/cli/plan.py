@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=str,
         help="import path of a function or class that gives a replica's batch, a DataLoader or a LightningDataModule",
     )
-    parser.add_argument("--world-size", type=int, required=True, help="the number of ranks")
+    parser.add_argument("--world_size", type=int, required=True, help="the number of ranks")
     parser.add_argument("--config", type=str, help="a YAML file with the settings of strategy='3d'")
     parser.add_argument(
         "--set", nargs="+", type=str, default=[], metavar="KEY=VALUE", help="settings, such as zero.stage=3"
