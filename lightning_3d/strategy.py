@@ -189,9 +189,9 @@ class ThreeDStrategy(Configured, StepsStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == TrainerFn.FITTING
-        self.config.precision.check_for(self._precision.precision)
         if is_fit:
             self.check_deepspeed(trainer, self._precision.precision, self.mesh.shape.dp)
+        self.config.precision.check_for(self._precision.precision)
         check(trainer, self, self._module, self.config, self.mesh.shape)
         if is_fit:
             reads_again = self.config.batch.resume == "exact"

@@ -145,7 +145,7 @@ def test_keys_without_an_effect_are_told() -> None:
         "zero_optimization": {"overlap_comm": True, "round_robin_gradients": False},
         "curriculum_learning": {"enabled": False},
     }
-    read = read_deepspeed(config, leave_out=["optimizer"])
+    read = read_deepspeed(config, leave_out="optimizer")
     assert list(read.left_out) == ["optimizer", "steps_per_print", "zero_optimization.overlap_comm"]
     assert "left out: steps_per_print, which says" in str(read)
     with pytest.raises(ConfigError, match="leave_out names 'scheduler'"):
@@ -165,6 +165,8 @@ def test_a_trainer_has_to_agree_with_the_file(tmp_path: Path) -> None:
         return strategy
 
     assert fit(gradient_clip_val=0.5, accumulate_grad_batches=2).config.zero.stage == 0
+    with pytest.raises(ConfigError, match="gradient_clip_algorithm='value'"):
+        fit(gradient_clip_val=0.5, accumulate_grad_batches=2, gradient_clip_algorithm="value")
     with pytest.raises(ConfigError, match=r"Trainer\(gradient_clip_val=0.5\)"):
         fit(accumulate_grad_batches=2)
     (tmp_path / "ds_config.json").write_text(json.dumps({**config, "gradient_accumulation_steps": 3}))

@@ -77,7 +77,8 @@ def a_batch() -> Any:
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     arguments = ["plan", "tests.models.TinyGPT", "tests.test_plan_ahead.a_batch", "--world_size", "16"]
-    arguments += ["--set", "pipeline_parallel_size=2", "tensor_parallel_size=2", "zero.stage=3"]
+    for setting in ("pipeline_parallel_size=2", "tensor_parallel_size=2", "zero.stage=3"):
+        arguments += ["--set", setting]
     main([*arguments, "--json"])
     planned = json.loads(capsys.readouterr().out)
     assert (planned["data_parallel_size"], len(planned["stages"]), len(planned["memory"])) == (4, 2, 2)
@@ -87,14 +88,41 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     with pytest.raises(SystemExit):
         main([*arguments, "--memory", "0.0001"])
     assert "but activations.budget is 0.1 MiB" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["plan", "tests.models.Nothing", "tests.test_plan_ahead.a_batch", "--world_size", "16"])
-    assert "tests.models.Nothing can't be imported" in capsys.readouterr().err
+    for model, reason in {
+        "tests.models.Nothing": "can't be imported",
+        "Nothing": "is no import path",
+        "tests.parity.assert_same_state": "takes arguments",
+    }.items():
+        with pytest.raises(SystemExit):
+            main(["plan", model, "tests.test_plan_ahead.a_batch", "--world_size", "16"])
+        assert f"{model} {reason}" in capsys.readouterr().err
+
+
+class Rotating(TinyGPT):
+    """Code around its blocks copies a buffer to where its input is, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(16))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * self.scale.to(batch[0].device).sum()
+
+
+def test_buffers_may_be_read() -> None:
+    with torch.device("meta"):
+        module = Rotating()
+    for config in (ThreeDConfig(), ThreeDConfig(pipeline_parallel_size=2)):
+        assert plan_ahead(module, a_batch(), config, 2, precision=ThreeDPrecision()).plan.memory
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
     planned = partial(plan_ahead, TinyGPT(), a_batch(), precision=ThreeDPrecision())
     with pytest.raises(ConfigError, match="world size 3 is not divisible"):
         planned(ThreeDConfig(pipeline_parallel_size=2), 3)
+    with pytest.raises(ConfigError, match="0 ranks"):
+        planned(ThreeDConfig(), 0)
+    with pytest.raises(PlanError, match="training_step fails without weights"):
+        plan_ahead(TinyGPT(), "text", ThreeDConfig(), 2, precision=ThreeDPrecision())
     with pytest.raises(PlanError, match="inline"):
         planned(ThreeDConfig.from_mapping({"pipeline_parallel_size": 2, "pipeline": {"mode": "inline"}}), 2)

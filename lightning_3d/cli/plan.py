@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
-from omegaconf import OmegaConf
 from rich.console import Console
 from torch.utils.data import DataLoader
 
@@ -34,10 +34,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--world_size", type=int, required=True, help="the number of ranks")
     parser.add_argument("--config", type=str, help="a YAML file with the settings of strategy='3d'")
     parser.add_argument(
-        "--set", nargs="+", type=str, default=[], metavar="KEY=VALUE", help="settings, such as zero.stage=3"
+        "--set", action="append", type=str, default=[], metavar="KEY=VALUE", help="a setting, such as zero.stage=3"
     )
     parser.add_argument("--precision", type=str, default="32-true", help="as of the Trainer")
-    parser.add_argument("--memory", type=float, help="GiB of a device; a layout that does not fit is refused")
+    parser.add_argument(
+        "--memory", type=float, help="GiB of a device, as activations.budget; what does not fit is refused"
+    )
     parser.add_argument("--states", type=int, default=2, help="numbers that the optimizer keeps for each parameter")
     parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
 
@@ -45,19 +47,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(chosen: Namespace) -> None:
     """Run it."""
     sys.path.insert(0, "")  # as `python -m` does
-    batch = _first_batch(_imported(chosen.batch)())
+    batch = _first_batch(_made(chosen.batch))
     with torch.device("meta"):  # no weights are needed
-        module = _imported(chosen.model)()
+        module = _made(chosen.model)
     if not isinstance(module, LightningModule):
         raise ConfigError(f"{chosen.model} gives a {type(module).__name__}: name a LightningModule")
-    if chosen.config is None:
-        config = ThreeDConfig.from_mapping(OmegaConf.from_dotlist(chosen.set))
-    else:
-        config = ThreeDConfig.from_file(chosen.config, chosen.set)
     planned = plan_ahead(
         module,
         batch,
-        config,
+        ThreeDConfig.from_file(chosen.config, chosen.set),
         chosen.world_size,
         precision=ThreeDPrecision(chosen.precision),
         memory=chosen.memory,
@@ -69,13 +67,19 @@ def run(chosen: Namespace) -> None:
         Console(width=None if sys.stdout.isatty() else 120).print(planned)
 
 
-def _imported(path: str) -> Callable[[], Any]:
+def _made(path: str) -> Any:
     module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigError(f"{path} is no import path: write module.name")
     try:
-        found: Callable[[], Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        make: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
         raise ConfigError(f"{path} can't be imported, from the current folder either: {error}") from error
-    return found
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ConfigError(f"{path} takes arguments ({error}): name a function that calls it with them") from error
+    return make()
 
 
 def _first_batch(data: Any) -> Any:

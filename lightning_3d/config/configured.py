@@ -80,5 +80,6 @@ class Configured:
                 num_replicas,
                 precision=precision,
                 gradient_clip_val=trainer.gradient_clip_val,
+                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
                 accumulate_grad_batches=trainer.accumulate_grad_batches,
             )

@@ -31,7 +31,9 @@ class FromDeepSpeed:
     """Arguments of `ThreeDStrategy`."""
 
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Arguments that the Trainer has to have: ``precision``, ``gradient_clip_val``, ``accumulate_grad_batches``."""
+    """Arguments that the Trainer has to have: ``precision``, ``accumulate_grad_batches``, and ``gradient_clip_val`` of a
+    norm.
+    """
 
     batch_size: int | None = None
     """Samples of all replicas in a step of the optimizer."""
@@ -62,7 +64,7 @@ class FromDeepSpeed:
 
         Args:
             num_replicas: Of the model.
-            trainer: The Trainer's arguments of the names that `trainer` may have.
+            trainer: The Trainer's arguments of the names that `trainer` may have, and ``gradient_clip_algorithm``.
 
         Raises:
             ConfigError: the Trainer does otherwise, or sizes of batches contradict each other.
@@ -73,6 +75,11 @@ class FromDeepSpeed:
                     f"the DeepSpeed config asks for {name}={wanted!r}, but the Trainer has {trainer[name]!r}: set"
                     f" Trainer({name}={wanted!r}), or change the config"
                 )
+        if "gradient_clip_val" in self.trainer and trainer["gradient_clip_algorithm"] == "value":
+            raise ConfigError(
+                "the DeepSpeed config clips the norm of gradients, but the Trainer has gradient_clip_algorithm='value':"
+                " leave it out"
+            )
         steps = self.num_microbatches * self.trainer.get("accumulate_grad_batches", 1)
         if self.batch_size is None or self.micro_batch_size is None:
             return
@@ -107,7 +114,7 @@ def read_deepspeed(
     """
     keys = {key: value for key, value in _flat(_load(config)) if value is not None and value != "auto"}
     read = FromDeepSpeed()
-    for name in leave_out:
+    for name in (leave_out,) if isinstance(leave_out, str) else leave_out:
         named = {key for key in keys if key == name or key.startswith(f"{name}.")}
         if not named:
             raise ConfigError(f"leave_out names {name!r}, which the DeepSpeed config does not set")

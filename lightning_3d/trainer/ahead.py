@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from rich.console import Group, RenderableType
+from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import resolve_mesh_shape
-from lightning_3d.errors import PlanError
+from lightning_3d.errors import ConfigError, PlanError, SplitError, TraceError
 from lightning_3d.memory.rank_memory import size_text
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import split_batch
@@ -26,6 +27,7 @@ from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.planning.timing import makespan, sent_bytes
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import takes_batch_index
+from lightning_3d.torch_internals.modules import buffers_of
 
 _UNLIMITED = 2**20  # GiB
 
@@ -101,15 +103,27 @@ def plan_ahead(
         PlanError: no layout of this model fits the mesh, or a rank does not fit its memory.
         TraceError: with ``pipeline.mode="microbatched"``, the stages can't follow the step.
     """
+    if world_size < 1 or num_states < 0:
+        raise ConfigError(f"{world_size} ranks, {num_states} states of a parameter: use 1 or more, 0 or more")
     shape, device = resolve_mesh_shape(config, world_size), torch.device("cpu")
     if (why := reason_for_inline(module, config)) is not None:
         raise PlanError(f"{type(module).__name__}'s steps run inline, {why}: only microbatched steps are planned ahead")
     precision.convert(module, config.precision, device)
+    _fill_buffers(module)
     if not config.activations.offload:
         budget = _UNLIMITED if memory is None else memory
         config = replace(config, activations=replace(config.activations, budget=budget))
     step = _step(module, batch, config, precision)
-    observed = Observer(module, step, device, StepEffects).observe(config, shape)
+    try:
+        observed = Observer(module, step, device, StepEffects).observe(config, shape)
+    except (SplitError, TraceError):
+        raise
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, PlanError) and error.__cause__ is not None else error
+        raise PlanError(
+            f"{type(module).__name__}.training_step fails without weights, a Trainer and the data of blocks, as it is"
+            f" traced here: {type(cause).__name__}: {cause}. It may run where it trains"
+        ) from cause
     with precision.dtype_of_steps():
         plan = decide(observed, config, shape, device)
     held = HeldAhead(module, plan, config, num_states)
@@ -127,6 +141,15 @@ def plan_ahead(
     )
     sent = sent_bytes(plan, weights, num_sharing=held.num_sharing, gathers_again=gathers_again)
     return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent)
+
+
+def _fill_buffers(module: nn.Module) -> None:
+    """Give buffers on the meta device zeros: code around blocks copies them to where its inputs are."""
+    for owner in module.modules():
+        buffers = buffers_of(owner)
+        for name, buffer in buffers.items():
+            if buffer is not None and buffer.is_meta:
+                buffers[name] = torch.zeros_like(buffer, device="cpu")
 
 
 def _step(module: LightningModule, batch: Any, config: ThreeDConfig, precision: ThreeDPrecision) -> ExampleStep:
