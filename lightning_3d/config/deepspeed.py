@@ -31,9 +31,7 @@ class FromDeepSpeed:
     """Arguments of `ThreeDStrategy`."""
 
     trainer: dict[str, Any] = field(default_factory=dict)
-    """Arguments that the Trainer has to have: ``precision``, ``accumulate_grad_batches``, and ``gradient_clip_val`` of a
-    norm.
-    """
+    """Arguments that the Trainer has to have: ``precision``, ``accumulate_grad_batches``, ``gradient_clip_val``."""
 
     batch_size: int | None = None
     """Samples of all replicas in a step of the optimizer."""
