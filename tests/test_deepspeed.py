@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from lightning_3d import ConfigError, ThreeDStrategy
 from lightning_3d.config.deepspeed import read_deepspeed
 from lightning_3d.config.deepspeed_keys import KEYS
 from tests.models import TinyMLP, features, loader
+from tests.parity import QUIET
+from tests.workers import WorkerPools
 
 # The keys of https://www.deepspeed.ai/docs/config-json and of the classes in deepspeed/runtime that read it (v0.18).
 _TOP = """
@@ -152,23 +155,32 @@ def test_keys_without_an_effect_are_told() -> None:
         read_deepspeed(config, leave_out=["scheduler"])
 
 
-def test_a_trainer_has_to_agree_with_the_file(tmp_path: Path) -> None:
-    config = {"gradient_clipping": 0.5, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
-    (tmp_path / "ds_config.json").write_text(json.dumps({**config, "gradient_accumulation_steps": 2}))
+_SIZES = {"gradient_clipping": 0.5, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
 
-    def fit(**arguments: Any) -> ThreeDStrategy:
-        strategy = ThreeDStrategy.from_deepspeed(tmp_path / "ds_config.json")
-        quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **quiet, **arguments)
-        batches = loader(features(16), global_batch_size=4)
-        trainer.fit(TinyMLP(), batches, batches)
-        return strategy
 
-    assert fit(gradient_clip_val=0.5, accumulate_grad_batches=2).config.zero.stage == 0
-    with pytest.raises(ConfigError, match="gradient_clip_algorithm='value'"):
-        fit(gradient_clip_val=0.5, accumulate_grad_batches=2, gradient_clip_algorithm="value")
-    with pytest.raises(ConfigError, match=r"Trainer\(gradient_clip_val=0.5\)"):
-        fit(accumulate_grad_batches=2)
-    (tmp_path / "ds_config.json").write_text(json.dumps({**config, "gradient_accumulation_steps": 3}))
-    with pytest.raises(ConfigError, match="4 x gradient_accumulation_steps=3 x 1 replicas are 12"):
-        fit(gradient_clip_val=0.5, accumulate_grad_batches=3)
+def _fit(path: Path, num_steps: int, **arguments: Any) -> str:
+    """The stage of a run that the file's settings fit, or why they don't."""
+    path.write_text(json.dumps({**_SIZES, "gradient_accumulation_steps": num_steps}))
+    strategy = ThreeDStrategy.from_deepspeed(path)
+    batches = loader(features(16), global_batch_size=4)
+    settings = {**QUIET, "enable_checkpointing": False, "accumulate_grad_batches": num_steps, **arguments}
+    try:
+        L.Trainer(devices=1, strategy=strategy, max_steps=1, **settings).fit(TinyMLP(), batches, batches)
+    except ConfigError as error:
+        return str(error)
+    return f"ZeRO {strategy.config.zero.stage}"
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "arguments", "outcome"),
+    [
+        (2, {"gradient_clip_val": 0.5}, "ZeRO 0"),
+        (2, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value'"),
+        (2, {}, "Trainer(gradient_clip_val=0.5)"),
+        (3, {"gradient_clip_val": 0.5}, "4 x gradient_accumulation_steps=3 x 1 replicas are 12"),
+    ],
+)
+def test_a_trainer_has_to_agree_with_the_file(
+    workers: WorkerPools, tmp_path: Path, num_steps: int, arguments: dict[str, Any], outcome: str
+) -> None:
+    assert outcome in workers(1).run(partial(_fit, tmp_path / "ds_config.json", num_steps, **arguments))[0]
