@@ -122,7 +122,7 @@ def _problems(report: Report) -> Iterator[str]:
             f"lightning {versions['lightning']} beside pytorch-lightning {versions['pytorch-lightning']}: modules of"
             " the latter don't train by the Trainer of the former. Install the same version of both"
         )
-    if dist.is_available() and "gloo" not in report["communication"]:
+    if "gloo" not in report["communication"]:
         yield "torch was built without gloo, which ranks exchange objects by"
     if has_accelerator and report["devices"].get("CUDA of torch") and "nccl" not in report["communication"]:
         yield "torch was built without NCCL, which GPUs communicate by"

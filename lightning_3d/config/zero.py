@@ -89,6 +89,10 @@ class ZeroConfig:
         """Whether each rank holds shards of the parameters, or they lie elsewhere than on the device."""
         return self.stage == 3 and (num_replicas > 1 or self.offload_params != "none")
 
+    def keeps_gathered(self, *, is_microbatched: bool) -> bool:
+        """Whether stage 3 keeps parameters gathered from their first forward to the end of the step."""
+        return is_microbatched if self.reshard_after_forward == "auto" else not self.reshard_after_forward
+
     @property
     def dtype(self) -> torch.dtype | None:
         """``communication_dtype``; None for that of the gradients."""

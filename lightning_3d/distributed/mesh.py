@@ -214,6 +214,13 @@ def warn_of_slow_groups(shape: MeshShape, ranks_per_node: int) -> None:
         )
 
 
+def num_sharing(shape: MeshShape, *, zero_stage: int, shard_size: int | Literal["auto"]) -> int:
+    """Data-parallel ranks that share the training state; the settings are those of `build_mesh`."""
+    if zero_stage == 0:
+        return 1
+    return shape.dp if shard_size == "auto" else shard_size
+
+
 def build_mesh(
     shape: MeshShape,
     *,
@@ -234,8 +241,7 @@ def build_mesh(
     """
     assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
     groups = MeshGroups(timeout, device_type)
-    num_shards = shape.dp if shard_size == "auto" else shard_size
-    dp_shard = 1 if zero_stage == 0 else num_shards
+    dp_shard = num_sharing(shape, zero_stage=zero_stage, shard_size=shard_size)
     sizes = (shape.pp, shape.dp // dp_shard, dp_shard, shape.cp, shape.tp)
     ranks = torch.arange(shape.world_size).view(sizes)
     along = [ranks.movedim(axis, -1).flatten(0, -2).tolist() for axis in range(len(sizes))]

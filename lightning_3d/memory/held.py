@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -80,10 +80,14 @@ def _states(zero: Zero, optimizers: Iterable[Optimizer], config: ThreeDConfig) -
             shard = zero.shards.get(parameter)
             if shard is None or shard.is_elsewhere:
                 continue
-            own = shard.own(plain(parameter))
-            has_master = is_half(parameter) and config.precision.updates in ("auto", "master")
-            total += own.numel() * (num + 1) * _WIDE if has_master else num * own.nbytes
+            total += shard.own(plain(parameter)).numel() * state_bytes(parameter, num, config)
     return total
+
+
+def state_bytes(parameter: Tensor, num_states: int, config: ThreeDConfig) -> int:
+    """Bytes of the optimizer states of each element of a parameter, with its master weight."""
+    has_master = is_half(parameter) and config.precision.updates != "direct"
+    return (num_states + 1) * _WIDE if has_master else num_states * parameter.itemsize
 
 
 def _buffers(module: nn.Module, zero: Zero, config: ThreeDConfig, dp: int) -> int:
@@ -93,22 +97,30 @@ def _buffers(module: nn.Module, zero: Zero, config: ThreeDConfig, dp: int) -> in
     if config.zero.stage < 3:
         num_bytes = bucket_bytes(zero.shards.values())
         return int(num_bytes if config.zero.bucket_size == "auto" else 2**20 * config.zero.bucket_size)
-    units = sorted(
-        (
-            sum(parameter.numel() * parameter.element_size() for parameter in unit.parameters())
-            for unit in module.modules()
-            if isinstance(unit, FSDPModule) and unit is not module
-        ),
-        reverse=True,
+    units = (
+        sum(parameter.numel() * parameter.element_size() for parameter in unit.parameters())
+        for unit in module.modules()
+        if isinstance(unit, FSDPModule) and unit is not module
     )
-    return 2 * sum(units[:1]) + sum(units[:2])  # two units are whole at once, and gradients of one, twice
+    return unit_buffers(units)
+
+
+def unit_buffers(units: Iterable[int]) -> int:
+    """Bytes for the collectives of FSDP2, given those of its units' parameters."""
+    largest = sorted(units, reverse=True)
+    return 2 * sum(largest[:1]) + sum(largest[:2])  # two units are whole at once, and gradients of one, twice
 
 
 def _step(trained: Iterable[nn.Parameter], zero: Zero, device: torch.device) -> int:
-    """An optimizer's results between its operators: of one parameter on a CPU, else of all, as of ``foreach``."""
     shards = [zero.shards[parameter].own(plain(parameter)) for parameter in trained if parameter in zero.shards]
-    sizes = [_WIDE * shard.numel() if is_half(shard) else shard.nbytes for shard in shards]
-    return 2 * max(sizes, default=0) if device.type == "cpu" else sum(sizes)
+    return optimizer_buffers([_WIDE * shard.numel() if is_half(shard) else shard.nbytes for shard in shards], device)
+
+
+def optimizer_buffers(shards: Sequence[int], device: torch.device) -> int:
+    """Bytes of an optimizer's results between its operators, given those of the shards that it steps, in fp32 if they
+    are 16-bit: of one parameter on a CPU, else of all, as of ``foreach``.
+    """
+    return 2 * max(shards, default=0) if device.type == "cpu" else sum(shards)
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

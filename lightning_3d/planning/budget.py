@@ -27,6 +27,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.memory.held import bytes_of, held_memory
 from lightning_3d.memory.rank_memory import HeldMemory, RankMemory, size_text
 from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.zero.engine import Zero
@@ -50,6 +51,31 @@ class Budget:
 
     _first: int | None = None
     _has_warned: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        observed: Observation,
+        config: ThreeDConfig,
+        device: torch.device,
+        *,
+        accumulates: bool,
+        num_sharing: int,
+    ) -> Budget:
+        """The budget of an observed step; the arguments are those of `StepMemory`."""
+        assert observed.trace is not None
+        with observed.step.modes():
+            step = StepMemory(
+                plan,
+                plan.blocks_in(observed.module),
+                observed.trace,
+                device,
+                config,
+                accumulates=accumulates,
+                num_sharing=num_sharing,
+            )
+        return cls(step=step, batch=observed.step.microbatch)
 
     def look_at(self, batch: Any) -> None:
         """Before a training step: warn once of a batch of this rank that is larger than the first."""

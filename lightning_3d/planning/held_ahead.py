@@ -10,7 +10,8 @@ from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import workspaces
-from lightning_3d.memory.held import bytes_of
+from lightning_3d.distributed.mesh import num_sharing
+from lightning_3d.memory.held import bytes_of, optimizer_buffers, state_bytes, unit_buffers
 from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.zero.buckets import bucket_bytes_of
@@ -28,14 +29,10 @@ class HeldAhead:
     """
 
     def __init__(self, module: nn.Module, plan: Plan, config: ThreeDConfig, num_states: int) -> None:
-        self._module, self._plan, self._zero, self._num_states = module, plan, config.zero, num_states
-        self._has_masters = config.precision.updates != "direct"
-        self._num_batches = config.num_microbatches
-        dp = plan.shape.dp
-        self.num_sharing = dp if config.zero.shard_size == "auto" else config.zero.shard_size
+        self._module, self._plan, self._config, self._num_states = module, plan, config, num_states
+        zero = config.zero
+        self.num_sharing = num_sharing(plan.shape, zero_stage=zero.stage, shard_size=zero.shard_size)
         """Ranks that share the training state of a replica's weights."""
-        if config.zero.stage == 0:
-            self.num_sharing = 1
         self._tp = {
             f"{block.fqn}.{weight.fqn}": plan.shape.tp
             for block in plan.blocks
@@ -49,40 +46,34 @@ class HeldAhead:
 
     def of_rank(self, pp_rank: int, microbatch: Any, device: torch.device) -> HeldMemory:
         """The memory of a rank of the pp axis, on a device of this kind."""
-        plan, zero, sharing = self._plan, self._zero, self.num_sharing
+        plan, zero, sharing = self._plan, self._config.zero, self.num_sharing
         trained = list(self._trained(pp_rank))
         whole = sum(num * p.itemsize for p, num in trained)
-        gradients = whole + self._has_masters * sum(num * p.itemsize for p, num in trained if is_half(p))
-        states = sum(num * self._bytes_of_states(p) for p, num in trained)
+        gradients = whole
+        if self._config.precision.updates != "direct":
+            gradients += sum(num * p.itemsize for p, num in trained if is_half(p))  # they end in fp32
+        states = sum(num * state_bytes(p, self._num_states, self._config) for p, num in trained)
         weights = sum(num * p.itemsize for p, num in self._present(pp_rank))
         buffers = sum(b.nbytes for fqn, b in self._module.named_buffers() if plan.holds(pp_rank, fqn))
-        largest = max((num * max(p.itemsize, _WIDE) for p, num in trained), default=0) // sharing
-        every = sum(num * max(p.itemsize, _WIDE) for p, num in trained) // sharing
+        shards = [num * max(p.itemsize, _WIDE) // sharing for p, num in trained]
         return HeldMemory(
             weights=0 if zero.offload_params != "none" else weights // (sharing if zero.stage == 3 else 1) + buffers,
             gradients=gradients // sharing,
             optimizer_states=0 if zero.offload_optimizer != "none" else states // sharing,
-            batch=self._num_batches * bytes_of(microbatch),
+            batch=self._config.num_microbatches * bytes_of(microbatch),
             communication=self._buffers(pp_rank, whole),
             workspaces=workspaces(device),
-            step=2 * largest if device.type == "cpu" else every,
+            step=optimizer_buffers(shards, device),
         )
-
-    def _bytes_of_states(self, parameter: nn.Parameter) -> int:
-        """For each of its elements."""
-        if is_half(parameter) and self._has_masters:
-            return (self._num_states + 1) * _WIDE
-        return self._num_states * parameter.itemsize
 
     def _buffers(self, pp_rank: int, whole: int) -> int:
         """Buffers of collectives over the replicas."""
         if self._plan.shape.dp == 1:
             return 0
-        if self._zero.stage < 3:
-            size = self._zero.bucket_size
+        if self._config.zero.stage < 3:
+            size = self._config.zero.bucket_size
             return int(bucket_bytes_of(whole) if size == "auto" else 2**20 * size)
-        units = sorted((self._of_block(block.fqn) for block in self._plan.blocks_on(pp_rank)), reverse=True)
-        return 2 * sum(units[:1]) + sum(units[:2])  # two units are whole at once, and gradients of one, twice
+        return unit_buffers(self._of_block(block.fqn) for block in self._plan.blocks_on(pp_rank))
 
     def _of_block(self, fqn: str) -> int:
         block = self._module.get_submodule(fqn)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_3d.activations.partitioned_inputs import is_cut
 from lightning_3d.config.activations import Mode
+from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.memory.block_cost import BlockCost, block_costs
 from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.planning.plan import Plan
@@ -72,9 +73,6 @@ class StepMemory:
         trace: Of one microbatch, with its storages.
         device: Where it would run.
         accumulates: Whether gradients wait for further steps.
-        fuses_loss: Whether heads may run with their losses, in chunks of rows.
-        is_unsplit: Whether the backward of all stages stays in one piece.
-        cuts_inputs: Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks.
         num_sharing: Ranks that share the training state of a replica's weights.
     """
 
@@ -84,15 +82,14 @@ class StepMemory:
         blocks: Mapping[str, nn.Module],
         trace: Trace,
         device: torch.device,
+        config: ThreeDConfig,
         *,
         accumulates: bool,
-        fuses_loss: bool,
-        is_unsplit: bool,
-        cuts_inputs: bool,
         num_sharing: int,
     ) -> None:
         assert trace.storages is not None, "the trace notes its memory"
-        self.plan, self._accumulates, self._is_unsplit, self._cuts_inputs = plan, accumulates, is_unsplit, cuts_inputs
+        self.plan, self._accumulates = plan, accumulates
+        self._is_unsplit, self._cuts_inputs = config.compile.enabled, config.activations.partition
         self._flow, self._storages = cut(trace, plan.stages_of_calls, plan.num_stages), trace.storages
         tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}
         measured = block_costs(blocks, trace, device, tensors)
@@ -108,7 +105,7 @@ class StepMemory:
             block, tensor = blocks[call.name], tensors.get(call.name)
             self.costs[call.name] = measured[call.name] or _estimated(trace.storages.of_calls[position], trace.storages)
             self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), plan, num_sharing)
-            if fuses_loss and type(block) is nn.Linear:
+            if config.activations.fused_loss == "auto" and type(block) is nn.Linear:
                 self._heads[position] = block.out_features // (1 if tensor is None else tensor.size)
 
     def peak(self, rank: int, modes: Mapping[str, Mode], held: HeldMemory) -> int:

@@ -26,10 +26,9 @@ def makespan(
     free, waiting = [0.0] * len(orders), [list(order) for order in orders]
     while any(waiting):
         for rank, order in enumerate(waiting):
-            while order and all(needed in ends for needed in _needed(order[0], len(stage_ranks))):
+            while order and ends.keys() >= (needed := _needed(order[0], len(stage_ranks))):
                 now = order.pop(0)
-                start = max([free[rank], *(ends[needed] for needed in _needed(now, len(stage_ranks)))])
-                end = start + _SHARES[now.kind] * stage_times[now.stage]
+                end = max([free[rank], *map(ends.__getitem__, needed)]) + _SHARES[now.kind] * stage_times[now.stage]
                 free[rank] = ends[now] = end
                 if now.kind == "backward":  # what waits for gradients of inputs alone may have it, too
                     ends[now._replace(kind="input")] = end
@@ -39,14 +38,14 @@ def makespan(
     return total, 1 - busy / total if total else 0.0
 
 
-def _needed(computation: Computation, num_stages: int) -> list[Computation]:
+def _needed(computation: Computation, num_stages: int) -> set[Computation]:
     kind, stage, microbatch = computation
     if kind == "forward":
-        return [Computation("forward", stage - 1, microbatch)] if stage else []
+        return {Computation("forward", stage - 1, microbatch)} if stage else set()
     if kind == "weight":
-        return [Computation("input", stage, microbatch)]
-    after = [Computation("input", stage + 1, microbatch)] if stage + 1 < num_stages else []
-    return [Computation("forward", stage, microbatch), *after]
+        return {Computation("input", stage, microbatch)}
+    after = {Computation("input", stage + 1, microbatch)} if stage + 1 < num_stages else set()
+    return {Computation("forward", stage, microbatch), *after}
 
 
 def sent_bytes(plan: Plan, weights: Sequence[int], *, num_sharing: int, gathers_again: bool) -> dict[str, int]:

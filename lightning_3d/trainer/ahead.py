@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +20,12 @@ from lightning_3d.planning.budget import Budget
 from lightning_3d.planning.held_ahead import HeldAhead
 from lightning_3d.planning.inline_mode import reason_for_inline
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import ExampleStep, Observation, Observer, decide
-from lightning_3d.planning.step_memory import StepMemory
+from lightning_3d.planning.planner import ExampleStep, Observer, decide
 from lightning_3d.planning.timing import makespan, sent_bytes
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import takes_batch_index
 from lightning_3d.torch_internals.modules import buffers_of
+from lightning_3d.trainer.example_step import modes_of
 
 _UNLIMITED = 2**20  # GiB
 
@@ -60,7 +58,6 @@ class PlannedAhead:
             "tensor_parallel_size": shape.tp,
             "zero_stage": plan.zero_stage,
             "stages": [[block.fqn for block in plan.blocks_of(stage)] for stage in range(plan.num_stages)],
-            "inline": plan.inline,
             "memory": [
                 {
                     "weights": rank.held.weights,
@@ -86,7 +83,6 @@ def plan_ahead(
     precision: ThreeDPrecision,
     memory: float | None = None,
     num_states: int = 2,
-    accumulates: bool = False,
 ) -> PlannedAhead:
     """Plan the training of a model, whose weights may be on the meta device, on so many ranks.
 
@@ -96,7 +92,6 @@ def plan_ahead(
         batch: The batch of one replica.
         memory: GiB of a device; None if it is not limited.
         num_states: Numbers that the optimizer keeps for each parameter: 2 for AdamW.
-        accumulates: Whether gradients of several batches are accumulated.
 
     Raises:
         ConfigError: the sizes do not fit the number of ranks.
@@ -128,7 +123,10 @@ def plan_ahead(
         plan = decide(observed, config, shape, device)
     held = HeldAhead(module, plan, config, num_states)
     if config.activations.plans_memory:
-        plan = _with_memory(plan, observed, held, config, device, accumulates=accumulates)
+        fits = Budget.of(plan, observed, config, device, accumulates=False, num_sharing=held.num_sharing)
+        ranks = [held.of_rank(rank, step.microbatch, device) for rank in range(shape.pp)]
+        budgets = [config.activations.budget_bytes(0, 0)] * shape.pp
+        plan = fits.decide(plan, plan.blocks_in(module), config, ranks, budgets)
         if memory is None:
             plan = replace(plan, memory=tuple(replace(rank, budget=None) for rank in plan.memory))
     times = [float(stage.load) / shape.tp for stage in plan.stages]
@@ -136,10 +134,8 @@ def plan_ahead(
     if shape.pp > 1:
         total, idle = makespan(plan.schedule, plan.stage_ranks, plan.num_microbatches, times)
     weights = [held.weights(rank) for rank in range(shape.pp)]
-    gathers_again = config.zero.reshard_after_forward is True or (
-        config.zero.reshard_after_forward == "auto" and shape.pp == 1
-    )
-    sent = sent_bytes(plan, weights, num_sharing=held.num_sharing, gathers_again=gathers_again)
+    keeps = config.zero.keeps_gathered(is_microbatched=shape.pp > 1)
+    sent = sent_bytes(plan, weights, num_sharing=held.num_sharing, gathers_again=not keeps)
     return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent)
 
 
@@ -153,33 +149,6 @@ def _fill_buffers(module: nn.Module) -> None:
 
 
 def _step(module: LightningModule, batch: Any, config: ThreeDConfig, precision: ThreeDPrecision) -> ExampleStep:
-    @contextmanager
-    def modes() -> Iterator[None]:
-        with torch.enable_grad(), precision.forward_context():
-            yield
-
+    name, rest = "training_step", (0,) if takes_batch_index(module.training_step) else ()
     microbatch = split_batch(precision.convert_input(batch), config.num_microbatches)[0].batch
-    rest = (0,) if takes_batch_index(module.training_step) else ()
-    return ExampleStep(name="training_step", microbatch=microbatch, modes=modes, rest=rest)
-
-
-def _with_memory(
-    plan: Plan, observed: Observation, held: HeldAhead, config: ThreeDConfig, device: torch.device, *, accumulates: bool
-) -> Plan:
-    blocks, step = plan.blocks_in(observed.module), observed.step
-    assert observed.trace is not None
-    with step.modes():
-        memory = StepMemory(
-            plan,
-            blocks,
-            observed.trace,
-            device,
-            accumulates=accumulates,
-            fuses_loss=config.activations.fused_loss == "auto",
-            is_unsplit=config.compile.enabled,
-            cuts_inputs=config.activations.partition,
-            num_sharing=held.num_sharing,
-        )
-    ranks = [held.of_rank(rank, step.microbatch, device) for rank in range(plan.shape.pp)]
-    budgets = [config.activations.budget_bytes(0, 0)] * plan.shape.pp
-    return Budget(step=memory, batch=step.microbatch).decide(plan, blocks, config, ranks, budgets)
+    return ExampleStep(name=name, microbatch=microbatch, modes=modes_of(name, precision), rest=rest)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,17 @@ _STEPS: Mapping[TrainerFn, str] = {
 }
 
 
+def modes_of(name: str, precision: ThreeDPrecision) -> Callable[[], AbstractContextManager[None]]:
+    """The autograd and autocast modes of a step of that name."""
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with torch.set_grad_enabled(name == "training_step"), precision.forward_context():
+            yield
+
+    return modes
+
+
 def example_step(
     trainer: Trainer, module: LightningModule, config: ThreeDConfig, shape: MeshShape, precision: ThreeDPrecision
 ) -> ExampleStep:
@@ -42,15 +53,10 @@ def example_step(
         batch = detached_from_inference(trainer.strategy.batch_to_device(batch, dataloader_idx=0))
         microbatch = split_batch(batch, config.num_microbatches)[0].batch
 
-    @contextmanager
-    def modes() -> Iterator[None]:
-        with torch.set_grad_enabled(name == "training_step"), precision.forward_context():
-            yield
-
     return ExampleStep(
         name=name,
         microbatch=microbatch,
-        modes=modes,
+        modes=modes_of(name, precision),
         rest=rest,
         has_data=is_whole,
         rehearsed=partial(rehearsed, trainer, module, name, microbatch, rest),

@@ -49,7 +49,6 @@ from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget import Budget, accumulates
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.axis import MeshAxis
@@ -232,7 +231,7 @@ class _Making:
             offload=offload_policy(config.offload_params, self._device),
             device=self._device,
             optimizes_manually=not module.automatic_optimization,
-            keeps=self._is_microbatched if config.reshard_after_forward == "auto" else None,
+            keeps=config.keeps_gathered(is_microbatched=self._is_microbatched),
             casts_to=None if self._config.compile.enabled else self._precision.casts_to,
         )
         zero.parameter_store = offload_parameters(config.offload_params, zero.root)
@@ -309,22 +308,17 @@ class _Making:
 
     def budget(self, plan: Plan, zero: Zero) -> Budget | None:
         """The memory that the traced step takes, where it is to be planned."""
-        config, trace, step = self._config, self._planned.observed.trace, self._planned.observed.step
-        if trace is None or trace.storages is None:
+        observed = self._planned.observed
+        if observed.trace is None or observed.trace.storages is None:
             return None
-        with step.modes():
-            memory = StepMemory(
-                plan,
-                self.blocks,
-                trace,
-                self._device,
-                accumulates=accumulates(self._trainer),
-                fuses_loss=config.activations.fused_loss == "auto",
-                is_unsplit=config.compile.enabled,
-                cuts_inputs=config.activations.partition,
-                num_sharing=zero.num_sharing,
-            )
-        return Budget(step=memory, batch=step.microbatch)
+        return Budget.of(
+            plan,
+            observed,
+            self._config,
+            self._device,
+            accumulates=accumulates(self._trainer),
+            num_sharing=zero.num_sharing,
+        )
 
     def lay_out(self, plan: Plan, zero: Zero) -> Layout:
         """Let the model, and copies of it that callbacks hold, answer for the parts that this rank has of them."""

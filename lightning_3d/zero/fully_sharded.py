@@ -47,7 +47,7 @@ class FullySharded(Zero):
         chains: The blocks that this rank runs, by pipeline stage, in the order of their first call.
         offload: Where FSDP2 keeps its shards.
         device: Where steps run.
-        keeps: Whether parameters stay gathered to the end of a step, where the config leaves it to the caller.
+        keeps: Whether parameters stay gathered to the end of a step.
         optimizes_manually: Whether backwards run inside of steps, in which the root unit would stay gathered.
         casts_to: The dtype in which autocast reads weights, if eager code runs under it.
     """
@@ -62,14 +62,14 @@ class FullySharded(Zero):
         offload: OffloadPolicy,
         device: torch.device,
         optimizes_manually: bool,
-        keeps: bool | None,
+        keeps: bool,
         casts_to: torch.dtype | None,
     ) -> None:
         super().__init__(module)
         self._keeps_graph = False  # a backward inside of the step has a graph, which the next backward reads
         self._casts = False  # gradients are cast to be reduced
         self._has_begun = False  # FSDP2 prepares its units in their first forward
-        self._keeps = not config.reshard_after_forward if keeps is None else keeps
+        self._keeps = keeps
         self._replicas, self._dtype, self._mesh = Replicas(mesh), config.dtype, mesh
         self._reads = OutsideReads(self._replicas, config.dtype, device)
         self.root.gathered = self._reads.gathered
