@@ -106,6 +106,7 @@ class TrainedOptimizers:
         """Before a training step."""
         self._steps.end_failed()
         if self.meter is not None:
+            self._parallel.zero.settle()  # torch's profiler can crash if it ends while a collective runs
             self.meter.begin_batch()
 
     @contextmanager
