@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_3d.checkpoint.export import export_checkpoint
 from lightning_3d.checkpoint.loading import verify_checkpoint
+from lightning_3d.waits import Waits
 
 HELP = "Convert and verify checkpoints."
 
@@ -29,4 +30,7 @@ def add_arguments(group: ArgumentParser) -> None:
 
 def run(chosen: Namespace) -> None:
     """Run the command that was chosen."""
-    print(_COMMANDS[chosen.command][0](**chosen[chosen.command]) or "done")
+    function, text = _COMMANDS[chosen.command]
+    with Waits()(text.rstrip(".")):
+        result = function(**chosen[chosen.command])
+    print(result or "done")
