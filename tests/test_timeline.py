@@ -11,8 +11,10 @@ import pytest
 
 from lightning_3d import ConfigError
 from lightning_3d.callbacks import ScheduleTimeline
-from lightning_3d.pipeline.spans import Timeline, idle_share, play
+from lightning_3d.cli import main
+from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.schedule_order import Computation, schedule_order
+from lightning_3d.planning.timing import idle_share
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
@@ -58,12 +60,21 @@ def test_a_real_run_is_drawn_as_it_was_planned(
     assert path.stat().st_size > 10_000
 
 
-def test_a_plan_is_played_as_early_as_inputs_allow() -> None:
-    order = [
-        [Computation(kind=kind, stage=stage, microbatch=i) for kind in ("forward", "backward") for i in range(4)]
-        for stage in range(2)
-    ]
-    assert idle_share(play(order)) == pytest.approx(1 / 5)  # GPipe: (p - 1) / (m + p - 1)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "said"),
+    [("1f1b", 4, "33 forwards of a stage, of which a rank waits 27.3%"), ("zbv", 8, "51 forwards")],
+)
+def test_a_schedule_is_drawn_by_the_command(
+    schedule: str, stages: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step of 1F1B takes (p - 1) + m times a forward and a backward, of which (p - 1) wait."""
+    path = tmp_path / "schedule.png"
+    main(["timeline", f"--schedule={schedule}", f"--stages={stages}", "--microbatches=8", f"--output={path}"])
+    assert said in capsys.readouterr().out
+    assert path.stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        main(["timeline", "--schedule=interleaved", "--stages=3"])
+    assert "3 stages can't be shared out" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_callback_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,23 @@
-"""The picture of a timeline: planned above measured. Needs matplotlib."""
+"""Pictures, by matplotlib, without which this file is not to be imported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
-from lightning_3d.pipeline.spans import Span, Timeline, idle_share
+from lightning_3d.errors import ConfigError
+from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.schedule_order import Kind
+from lightning_3d.planning.timing import Span, idle_share
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+except ModuleNotFoundError as error:
+    raise ConfigError(f'pictures are drawn by matplotlib ({error}): pip install "lightning-3d[pictures]"') from error
 
 _COLOURS: dict[Kind, str] = {"forward": "#4c78a8", "backward": "#f58518", "input": "#eeca3b", "weight": "#54a24b"}
 _LABELS: dict[Kind, str] = {
@@ -22,24 +28,42 @@ _LABELS: dict[Kind, str] = {
 }
 
 
-def draw_timeline(timeline: Timeline, path: Path) -> None:
-    """Draw planned above measured."""
-    rows = len(timeline.measured)
-    figure = Figure(figsize=(14, 2 + 1.1 * rows), layout="constrained")
-    FigureCanvasAgg(figure)  # draws to memory; pyplot would choose a backend for the whole process
-    above, below = figure.subplots(2, 1)
-    _draw(above, timeline.planned, "forwards")
-    _draw(below, [[_scaled(span, 1e3) for span in rank] for rank in timeline.measured], "milliseconds")
-    above.set_title(f"{timeline.name}, planned: {idle_share(timeline.planned):.0%} idle")
-    below.set_title(f"{timeline.name}, measured: {idle_share(timeline.measured):.0%} idle")
-    kinds = {span.kind for rank in timeline.measured for span in rank}
+Panel = tuple[str, Sequence[Sequence[Span]], str]
+"""A title, the computations of each rank, and the unit of their times."""
+
+
+def draw_spans(panels: Sequence[Panel], path: Path) -> None:
+    """Draw timelines one above the other: a row per rank, a box per microbatch, in white the time that a rank waits."""
+    rows = sum(len(ranks) for _, ranks, _ in panels)
+    figure = _figure(1 + 0.6 * rows + 0.7 * len(panels))
+    for axes, (title, ranks, unit) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+        _draw_ranks(axes, ranks, unit)
+        axes.set_title(f"{title}: {idle_share(ranks):.0%} idle")
+    kinds = {span.kind for _, ranks, _ in panels for rank in ranks for span in rank}
     handles = [Patch(color=_COLOURS[kind], label=_LABELS[kind]) for kind in _COLOURS if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    _save(figure, path)
+
+
+def draw_timeline(timeline: Timeline, path: Path) -> None:
+    """Draw planned above measured."""
+    measured = [[_scaled(span, 1e3) for span in rank] for rank in timeline.measured]
+    planned = (f"{timeline.name}, planned", timeline.planned, "forwards")
+    draw_spans([planned, (f"{timeline.name}, measured", measured, "milliseconds")], path)
+
+
+def _figure(height: float) -> Figure:
+    figure = Figure(figsize=(14, height), layout="constrained")
+    FigureCanvasAgg(figure)  # draws to memory; pyplot would choose a backend for the whole process
+    return figure
+
+
+def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
 
-def _draw(axes: Axes, ranks: Sequence[Sequence[Span]], unit: str) -> None:
+def _draw_ranks(axes: Axes, ranks: Sequence[Sequence[Span]], unit: str) -> None:
     num_stages = max(span.stage for rank in ranks for span in rank) + 1
     for row, spans in enumerate(ranks):
         for span in spans:
@@ -55,10 +79,4 @@ def _draw(axes: Axes, ranks: Sequence[Sequence[Span]], unit: str) -> None:
 
 
 def _scaled(span: Span, factor: float) -> Span:
-    return Span(
-        kind=span.kind,
-        stage=span.stage,
-        microbatch=span.microbatch,
-        start=span.start * factor,
-        end=span.end * factor,
-    )
+    return replace(span, start=span.start * factor, end=span.end * factor)

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_3d.errors import ConfigError, StepError
+from lightning_3d.errors import StepError
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.strategy import ThreeDStrategy
 
@@ -25,11 +25,8 @@ class ScheduleTimeline(L.Callback):
     """
 
     def __init__(self, path: str | Path = "timeline.png", step: int = 2) -> None:
-        try:  # here, as no other callback needs matplotlib
-            from lightning_3d.callbacks.drawing import draw_timeline
-        except ModuleNotFoundError as error:
-            message = f'ScheduleTimeline draws with matplotlib ({error}): pip install "lightning-3d[pictures]"'
-            raise ConfigError(message) from error
+        from lightning_3d.callbacks.drawing import draw_timeline  # here, as matplotlib may not be installed
+
         self._draw = draw_timeline
         self.path, self.step = Path(path), step
         self.timeline: Timeline | None = None

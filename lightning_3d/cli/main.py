@@ -8,10 +8,10 @@ from importlib.metadata import version
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_3d.cli import checkpoint, doctor, plan, training
+from lightning_3d.cli import checkpoint, doctor, plan, timeline, training
 from lightning_3d.errors import ThreeDError
 
-_GROUPS = {"checkpoint": checkpoint, "plan": plan, "doctor": doctor}
+_GROUPS = {"checkpoint": checkpoint, "plan": plan, "timeline": timeline, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

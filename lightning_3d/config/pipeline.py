@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 from lightning_3d.config.checks import TYPE_PREFIX, Size, check_type_rule, check_values
 from lightning_3d.errors import ConfigError
 
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"]
+
 PARTITION_METHODS = ("auto", "parameters", "uniform")
 """Values of ``pipeline.partition`` that stand for themselves."""
 
@@ -35,7 +37,7 @@ class PipelineConfig:
     takes the modules whose class name matches the regular expression as the blocks. A list of FQNs names the block with
     which each stage after the first begins."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """``"gpipe"``: all forwards, then all backwards (Huang et al. 2019). ``"1f1b"``: one forward, one backward in
     turn, which holds fewer activations (Narayanan et al. 2021); needs as many microbatches as ranks.
     ``"interleaved"``: 1F1B with several stages per rank, which shrinks the bubble (Narayanan et al. 2021).

@@ -29,7 +29,7 @@ from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossStudy
 from lightning_3d.pipeline.microbatches import batch_size, split_batch
 from lightning_3d.pipeline.schedule import AroundBackward, Schedule
-from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
+from lightning_3d.pipeline.spans import SpanRecorder, Timeline
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.traced_alike import check_alike
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
@@ -37,6 +37,7 @@ from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.planning.timing import Span
 from lightning_3d.tensor.vocabulary.fused_heads import is_head
 from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.pytree import tree_map_only

@@ -21,9 +21,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from lightning_3d.pipeline.spans import Span, SpanRecorder, play
+from lightning_3d.pipeline.spans import SpanRecorder
 from lightning_3d.planning.schedule_order import KINDS, Computation, Kind, order_1f1b, suits
 from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.planning.timing import Span, play
 from lightning_3d.torch_internals.pipelining import InOrder, ShapedStage, splittable
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -1,14 +1,59 @@
-"""How long a schedule takes by the times of its stages, and what each rank sends in a step."""
+"""When a schedule computes what, by the times of its stages, and what each rank sends in a step."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Computation, Kind, schedule_order
 
 _SHARES: Mapping[Kind, float] = {"forward": 1 / 3, "backward": 2 / 3, "input": 1 / 3, "weight": 1 / 3}
 """The part of a stage's time for a microbatch that a computation takes: products of matrices come three times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One computation of one microbatch on one stage."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    start: float
+    """In seconds since the step began, or in the unit of the stages' times if planned."""
+    end: float
+
+
+def play(
+    orders: Sequence[Sequence[Computation]], stage_times: Sequence[float] | None = None
+) -> tuple[tuple[Span, ...], ...]:
+    """Let every rank compute in its order, each computation as early as its inputs allow, without communication.
+
+    Args:
+        stage_times: Of a forward and a backward of one microbatch on each stage; by default 3, of which a forward is 1.
+    """
+    num_stages = max(computation.stage for order in orders for computation in order) + 1
+    times = [3.0] * num_stages if stage_times is None else stage_times
+    ends: dict[Computation, float] = {}
+    queues = [deque(order) for order in orders]
+    spans: list[list[Span]] = [[] for _ in orders]
+    while any(queues):
+        for queue, played in zip(queues, spans, strict=True):
+            while queue and ends.keys() >= (needed := _needed(queue[0], num_stages)):
+                computation = kind, stage, microbatch = queue.popleft()
+                start = max([played[-1].end if played else 0.0, *map(ends.__getitem__, needed)])
+                end = start + _SHARES[kind] * times[stage]
+                ends[computation._replace(kind="input") if kind == "backward" else computation] = end
+                played.append(Span(kind=kind, stage=stage, microbatch=microbatch, start=start, end=end))
+    return tuple(tuple(played) for played in spans)
+
+
+def idle_share(spans: Sequence[Sequence[Span]]) -> float:
+    """The part of the ranks' time between the first start and the last end in which they compute nothing, 0 to 1."""
+    flat = [span for rank in spans for span in rank]
+    total = max(span.end for span in flat) - min(span.start for span in flat)
+    return 1.0 - sum(span.end - span.start for span in flat) / (total * len(spans)) if total else 0.0
 
 
 def makespan(
@@ -21,24 +66,12 @@ def makespan(
         stage_ranks: Index on the pp axis of the rank of each stage.
         stage_times: Of a forward and a backward of one microbatch on each stage.
     """
-    orders = schedule_order(schedule, stage_ranks, num_microbatches)
-    ends: dict[Computation, float] = {}
-    free, waiting = [0.0] * len(orders), [list(order) for order in orders]
-    while any(waiting):
-        for rank, order in enumerate(waiting):
-            while order and ends.keys() >= (needed := _needed(order[0], len(stage_ranks))):
-                now = order.pop(0)
-                end = max([free[rank], *map(ends.__getitem__, needed)]) + _SHARES[now.kind] * stage_times[now.stage]
-                free[rank] = ends[now] = end
-                if now.kind == "backward":  # what waits for gradients of inputs alone may have it, too
-                    ends[now._replace(kind="input")] = end
-                elif now.kind == "input":
-                    ends[now._replace(kind="backward")] = end
-    total, busy = max(free), num_microbatches * sum(stage_times) / len(orders)
-    return total, 1 - busy / total if total else 0.0
+    spans = play(schedule_order(schedule, stage_ranks, num_microbatches), stage_times)
+    return max(span.end for rank in spans for span in rank), idle_share(spans)
 
 
 def _needed(computation: Computation, num_stages: int) -> set[Computation]:
+    """The computations that must have ended before."""
     kind, stage, microbatch = computation
     if kind == "forward":
         return {Computation("forward", stage - 1, microbatch)} if stage else set()
