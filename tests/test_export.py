@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -85,11 +86,14 @@ class Small(L.LightningModule):
 
 @pytest.mark.parametrize(("layout", "name"), [(Layout(tp=2), "gpt2, tied"), (Layout(dp=2, zero=3), "llama")], ids=str)
 def test_transformers_reads_what_a_layout_saved(
-    workers: WorkerPools, tmp_path: Path, layout: Layout, name: str
+    workers: WorkerPools, tmp_path: Path, layout: Layout, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = Layout(**{**vars(layout), "save_distributed_checkpoint": True})
     states = workers(2).run(_saved, folders, partial(_language_model, name), _texts, tmp_path / "saved.ckpt")
-    main(["checkpoint", "export", str(tmp_path / "saved.ckpt"), str(tmp_path / "out"), "--prefix", "model."])
+    main(["checkpoint", "convert", str(tmp_path / "saved.ckpt"), str(tmp_path / "out"), "--prefix", "model."])
+    _assert_inspected(
+        tmp_path / "saved.ckpt", layout, states[0], "model.lm_head.weight" if "tied" in name else None, capsys
+    )
     model = _language_model(name).model
     model.config.save_pretrained(tmp_path / "out")
     loaded, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -100,6 +104,26 @@ def test_transformers_reads_what_a_layout_saved(
         assert torch.equal(value, state[fqn]), fqn
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert ("lm_head.weight" in written) != ("tied" in name)
+
+
+def _assert_inspected(
+    path: Path, layout: Layout, state: dict[str, Any], tied: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command tells what was saved: by which layout, when, and the bytes of each kind."""
+    capsys.readouterr()
+    main(["checkpoint", "inspect", str(path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["saved_from"] == {"pp": 1, "dp": layout.dp, "cp": 1, "tp": layout.tp}
+    assert {fqn: tuple(tensor["shape"]) for fqn, tensor in found["parameters"].items()} == {
+        fqn: tuple(value.shape) for fqn, value in state.items()
+    }
+    weights = sum(value.nbytes for fqn, value in state.items() if fqn != tied)
+    assert (found["bytes"]["weights"], found["form"], found["global_step"] > 0) == (weights, "folder", True)
+    (optimizer,) = found["optimizers"]
+    assert optimizer["bytes"] == found["bytes"]["optimizer_states"] > 0
+    assert found["loops"]["fit_loop.epoch_progress"] == 1
+    main(["checkpoint", "inspect", str(path)])
+    assert "saved from" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
@@ -254,7 +278,7 @@ def test_errors_are_one_line_and_leave_nothing(
     before = _contents(Path())
     arguments, said = ERRORS[name]
     with pytest.raises(SystemExit) as raised:
-        main(["checkpoint", "export", *arguments])
+        main(["checkpoint", "convert", *arguments])
     assert raised.value.code == 1
     error = capsys.readouterr().err
     assert error.startswith(f"lightning-3d: {said}"), error

@@ -96,12 +96,12 @@ def _own_part(path: TreePath, value: Any, model: Mapping[str, Any], parts: Mappi
 # ------------------------------------------------------------------------------------------------------- by one process
 
 
-def checked(path: Path) -> Path:
+def located(path: Path) -> Path:
     """Where the checkpoint of a path is.
 
     Raises:
         CheckpointNotFoundError: There is nothing.
-        CheckpointError: It is no checkpoint, or damaged.
+        CheckpointError: It is no checkpoint.
 
     """
     path = completed(path)
@@ -111,6 +111,18 @@ def checked(path: Path) -> Path:
         raise CheckpointError(f"{path} is no checkpoint: a folder of one has the file {META}")
     if path.is_file() and not is_zipfile(path):
         raise CheckpointError(f"{path} is no checkpoint: torch.save writes zip files, and it is none")
+    return path
+
+
+def checked(path: Path) -> Path:
+    """Where the checkpoint of a path is, whose files have been compared with their checksums.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing.
+        CheckpointError: It is no checkpoint, or damaged.
+
+    """
+    path = located(path)
     if path.is_dir():
         check_files(path)
     return path

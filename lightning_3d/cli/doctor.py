@@ -6,17 +6,17 @@ import json
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
+from rich.console import Group
 from rich.table import Table
 from torch.utils.cpp_extension import CUDA_HOME
 
+from lightning_3d.cli.output import show
 from lightning_3d.distributed.device_memory import total_memory
 from lightning_3d.memory.rank_memory import size_text
 from lightning_3d.torch_internals.versions import untested
@@ -54,12 +54,7 @@ def run(chosen: Namespace) -> None:
             table.add_section()
             for name, finding in findings.items():
                 table.add_row(section if name == next(iter(findings)) else "", name, finding)
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        console.print(table)
-        for problem in problems:
-            console.print(f"problem: {problem}", markup=False)
-        if not problems:
-            console.print("no known problem")
+        show(Group(table, *(f"problem: {problem}" for problem in problems or ["none is known"])))
     if problems:
         raise SystemExit(1)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
-from rich.console import Console
 from torch.utils.data import DataLoader
 
+from lightning_3d.cli.output import show
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -61,10 +61,7 @@ def run(chosen: Namespace) -> None:
         memory=chosen.memory,
         num_states=chosen.states,
     )
-    if chosen.json:
-        print(json.dumps(planned.as_dict()))
-    else:
-        Console(width=None if sys.stdout.isatty() else 120).print(planned)
+    show(json.dumps(planned.as_dict()) if chosen.json else planned)
 
 
 def _made(path: str) -> Any:

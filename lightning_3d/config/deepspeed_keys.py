@@ -116,7 +116,7 @@ _LEFT_OUT: tuple[tuple[str, str, str], ...] = (
         "zero_optimization.",
         "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint"
         " stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
-        "checkpoints of any layout load into any other; lightning-3d checkpoint export gives weights alone",
+        "checkpoints of any layout load into any other; lightning-3d checkpoint convert gives weights alone",
     ),
     (
         "zero_optimization.",
