@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from lightning_3d.ranks.process_exit import destroy_groups
 
@@ -23,7 +23,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
         port = free.getsockname()[1]
         free.close()
         answer = Path(folder) / "answer.pt"
-        mp.spawn(_rank, (world_size, port, answer, function, args), nprocs=world_size)
+        spawn(_rank, (world_size, port, answer, function, args), nprocs=world_size)
         return torch.load(answer, weights_only=False)
 
 

@@ -67,7 +67,7 @@ def curve(precision: Any, num_steps: int, sizes: dict[str, int]) -> tuple[list[f
         use_distributed_sampler=False,
     )
     data.setup("fit")
-    rank = trainer.strategy.cluster_environment.global_rank() // 2 % 2 if sizes else 0
+    rank = trainer.global_rank // 2 % 2 if sizes else 0
     sampler: Any = DistributedSampler(data.train_set, num_replicas=dp, rank=rank, seed=1, drop_last=True)
     trainer.fit(GPT(), DataLoader(data.train_set, batch_size=GLOBAL_BATCH // dp, sampler=sampler, drop_last=True))
     return seen.losses, seen.skipped

@@ -89,7 +89,7 @@ def measure() -> dict[str, float]:
     start = time.perf_counter()
     plan = plan_blocks(plan, model, observed.blocks, observed.trace, config.tensor)
     planned = time.perf_counter()
-    plan = prove_blocks(plan, observed, mesh, config.tensor, None)
+    plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiled=lambda block: None)
     proved = time.perf_counter()
     blocks = [block for block in plan.blocks if block.fqn.startswith("blocks.")]
     assert sum(block.tensor is not None and block.tensor.is_sharded for block in blocks) == NUM_BLOCKS
