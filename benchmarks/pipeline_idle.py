@@ -24,7 +24,8 @@ from benchmarks.launch import run_ranks
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 from lightning_3d.callbacks import ScheduleTimeline
-from lightning_3d.pipeline.spans import Timeline, idle_share
+from lightning_3d.pipeline.spans import Timeline
+from lightning_3d.planning.timing import idle_share
 
 RANKS, SECONDS = 4, 0.1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv")

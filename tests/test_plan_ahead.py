@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -96,6 +98,48 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         with pytest.raises(SystemExit):
             main(["plan", model, "tests.test_plan_ahead.a_batch", "--world_size", "16"])
         assert f"{model} {reason}" in capsys.readouterr().err
+
+
+CLI_CONFIG = """
+trainer:
+  accelerator: gpu
+  devices: 8
+  num_nodes: 2
+  precision: bf16-true
+  callbacks: {class_path: tests.test_plan_ahead.NotMade}
+  strategy: {class_path: lightning_3d.ThreeDStrategy, init_args: {pipeline_parallel_size: 2, zero: {stage: 2}}}
+"""
+CLASSES = {"model": "tests.models.TinyMLP", "data": "tests.test_cli.Regression"}
+
+
+class NotMade(L.Callback):
+    """No plan needs the callbacks of a Trainer."""
+
+    def __init__(self) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("names_classes", [True, False])
+def test_a_file_of_lightning_cli_is_planned(
+    names_classes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a program whose files name the classes, and of one that names them itself."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "config.yaml"
+    named = [f"{key}: {{class_path: {value}}}" for key, value in CLASSES.items()] if names_classes else []
+    path.write_text("\n".join([CLI_CONFIG, *named]))
+    arguments = ["plan", *([] if names_classes else CLASSES.values()), f"--cli_config={path}", "--json"]
+    main(arguments)
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["world_size"], planned["data_parallel_size"], planned["zero_stage"]) == (16, 8, 2)
+    main([*arguments, "--set", "zero.stage=3", "--world_size", "4", "--precision", "32-true"])
+    other = json.loads(capsys.readouterr().out)
+    assert (other["world_size"], other["data_parallel_size"], other["zero_stage"]) == (4, 2, 3)
+    assert 1.9 < other["memory"][0]["weights"] * 2 / planned["memory"][0]["weights"] < 2.1
+    path.write_text("\n".join(["trainer: {strategy: ddp}", *named]))
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "trainer.strategy: ddp, which is no ThreeDStrategy" in capsys.readouterr().err
 
 
 class Rotating(TinyGPT):

@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,29 +15,40 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 
+from lightning_3d.cli.from_config import Training, read_cli_config
 from lightning_3d.cli.output import show
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.ahead import plan_ahead
+from lightning_3d.waits import Waits
 
 HELP = "Plan a training on any number of ranks, without them: layout, memory, bytes, idle time."
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Give the parser its arguments."""
-    parser.add_argument("model", type=str, help="import path of a LightningModule, or a function that makes it")
+    parser.add_argument(
+        "model", nargs="?", type=str, help="import path of a LightningModule, or a function that makes it"
+    )
     parser.add_argument(
         "batch",
+        nargs="?",
         type=str,
         help="import path of a function or class that gives a replica's batch, a DataLoader or a LightningDataModule",
     )
-    parser.add_argument("--world_size", type=int, required=True, help="the number of ranks")
+    parser.add_argument(
+        "--cli_config",
+        type=str,
+        help="a file of LightningCLI with the rest: data, the Trainer's devices, precision and strategy; and the model,"
+        " unless its class and that of the data are named here, as the program does that the file is of",
+    )
+    parser.add_argument("--world_size", type=int, help="the number of ranks")
     parser.add_argument("--config", type=str, help="a YAML file with the settings of strategy='3d'")
     parser.add_argument(
         "--set", action="append", type=str, default=[], metavar="KEY=VALUE", help="a setting, such as zero.stage=3"
     )
-    parser.add_argument("--precision", type=str, default="32-true", help="as of the Trainer")
+    parser.add_argument("--precision", type=str, help="as of the Trainer")
     parser.add_argument(
         "--memory", type=float, help="GiB of a device, as activations.budget; what does not fit is refused"
     )
@@ -47,36 +59,63 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(chosen: Namespace) -> None:
     """Run it."""
     sys.path.insert(0, "")  # as `python -m` does
-    batch = _first_batch(_made(chosen.batch))
-    with torch.device("meta"):  # no weights are needed
-        module = _made(chosen.model)
-    if not isinstance(module, LightningModule):
-        raise ConfigError(f"{chosen.model} gives a {type(module).__name__}: name a LightningModule")
-    planned = plan_ahead(
-        module,
-        batch,
-        ThreeDConfig.from_file(chosen.config, chosen.set),
-        chosen.world_size,
-        precision=ThreeDPrecision(chosen.precision),
-        memory=chosen.memory,
-        num_states=chosen.states,
-    )
+    given = _given(chosen)
+    with Waits()("Planning"):
+        planned = plan_ahead(
+            given.module,
+            _first_batch(given.data),
+            given.config,
+            given.world_size,
+            precision=ThreeDPrecision(given.precision),
+            memory=chosen.memory,
+            num_states=chosen.states,
+        )
     show(json.dumps(planned.as_dict()) if chosen.json else planned)
 
 
+def _given(chosen: Namespace) -> Training:
+    """The training that arguments name, or a file of LightningCLI and what changes it."""
+    if chosen.cli_config is not None:
+        classes = [None if path is None else _imported(path) for path in (chosen.model, chosen.batch)]
+        given = read_cli_config(chosen.cli_config, *classes)
+    elif chosen.model is None or chosen.batch is None:
+        raise ConfigError("name a model and what gives its batch, or a file of LightningCLI by --cli_config")
+    else:
+        data = _made(chosen.batch)
+        with torch.device("meta"):  # no weights are needed
+            module = _made(chosen.model)
+        if not isinstance(module, LightningModule):
+            raise ConfigError(f"{chosen.model} gives a {type(module).__name__}: name a LightningModule")
+        given = Training(module=module, data=data)
+    if not (world_size := chosen.world_size or given.world_size):
+        raise ConfigError("the number of ranks is not known: set --world_size")
+    settings = chosen.config or asdict(given.config)
+    return replace(
+        given,
+        config=ThreeDConfig.from_file(settings, chosen.set),
+        precision=chosen.precision or given.precision,
+        world_size=world_size,
+    )
+
+
 def _made(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise ConfigError(f"{path} is no import path: write module.name")
-    try:
-        make: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{path} can't be imported, from the current folder either: {error}") from error
+    make = _imported(path)
     try:
         inspect.signature(make).bind()
     except TypeError as error:
         raise ConfigError(f"{path} takes arguments ({error}): name a function that calls it with them") from error
     return make()
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    if not module:
+        raise ConfigError(f"{path} is no import path: write module.name")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{path} can't be imported, from the current folder either: {error}") from error
+    return found
 
 
 def _first_batch(data: Any) -> Any:

@@ -131,11 +131,12 @@ class ThreeDConfig:
         return config
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> ThreeDConfig:
-        """Read a YAML file, if there is one, then apply overrides.
+    def from_file(cls, path: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> ThreeDConfig:
+        """Read a YAML file, then apply overrides.
 
         Args:
-            path: A YAML file with the keys of this class at the top level. Interpolations are resolved.
+            path: A YAML file with the keys of this class at the top level, or a mapping as it would hold.
+                Interpolations are resolved.
             overrides: Dotted assignments such as ``"zero.stage=2"``; later ones win.
 
         Raises:
@@ -143,13 +144,13 @@ class ThreeDConfig:
                 allowed; names the file and the overrides.
 
         """
-        file = "no file" if path is None else os.fspath(path)
+        file = "no file" if isinstance(path, Mapping) else os.fspath(path)
         source = f"{file} with overrides {list(overrides)}" if overrides else file
         try:
             for override in overrides:
                 if "=" not in override:
                     raise ConfigError(f"override {override!r} is no assignment: write key=value, such as zero.stage=2")
-            merged = OmegaConf.create() if path is None else OmegaConf.load(Path(path))
+            merged = OmegaConf.create(dict(path)) if isinstance(path, Mapping) else OmegaConf.load(Path(path))
             if not isinstance(merged, DictConfig):
                 raise ConfigError("the file holds no mapping at its top level: write lines such as zero: {stage: 2}")
             merged.merge_with(OmegaConf.from_dotlist(list(overrides)))

@@ -1,0 +1,97 @@
+"""A model, data and settings from a file of LightningCLI, read by LightningCLI itself, without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jsonargparse import ArgumentError
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_3d.config.precision import PrecisionName
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.strategy import ThreeDStrategy
+
+_LEFT_OUT = ("callbacks", "logger", "profiler", "plugins")
+"""Settings of the Trainer whose objects no plan needs; some write files or call servers when they are made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training to be planned."""
+
+    module: LightningModule
+    """On the meta device."""
+    data: Any
+    """A replica's batch, a DataLoader or a LightningDataModule."""
+    config: ThreeDConfig = field(default_factory=ThreeDConfig)
+    precision: PrecisionName = "32-true"
+    world_size: int = 0
+    """0 where nobody has said it."""
+
+
+def read_cli_config(path: str, model_class: Any, data_class: Any) -> Training:
+    """Make what a file of LightningCLI names.
+
+    Args:
+        model_class: The class or function that the program gives to LightningCLI; None if the file names it.
+        data_class: The same of the data.
+
+    Raises:
+        ConfigError: The file can't be read, or the strategy is another one.
+    """
+    raises = {"exit_on_error": False}
+    try:
+        cli = _Planned(
+            model_class,
+            data_class,
+            args=["fit", f"--config={path}"],
+            save_config_callback=None,
+            seed_everything_default=False,
+            parser_kwargs={**raises, "fit": raises},
+        )
+    except ArgumentError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+    strategy, trainer = cli.strategy, cli.config.fit.trainer
+    if strategy != "3d" and not isinstance(strategy, ThreeDStrategy):
+        raise ConfigError(f"{path} has trainer.strategy: {strategy}, which is no ThreeDStrategy: set it to 3d")
+    if cli.datamodule is None:
+        raise ConfigError(f"{path} names no data, of which a batch is planned")
+    devices = len(trainer.devices) if isinstance(trainer.devices, list) else trainer.devices
+    is_known = isinstance(devices, int) and devices > 0
+    return Training(
+        module=cli.model,
+        data=cli.datamodule,
+        config=strategy.config if isinstance(strategy, ThreeDStrategy) else ThreeDConfig(),
+        precision=trainer.precision or "32-true",
+        world_size=devices * trainer.num_nodes if is_known else 0,
+    )
+
+
+class _Planned(LightningCLI):
+    """Makes the model on the meta device, and no Trainer; runs nothing."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # LightningCLI's own warns of arguments beside the command line
+
+    def instantiate_classes(self) -> None:
+        self.config_init = self._made("data", "trainer")
+        self.datamodule, self.strategy = self.config_init.fit.get("data"), self.config_init.fit.trainer.strategy
+        with torch.device("meta"):
+            self.model = self._made("model").fit.model
+        self.trainer: Any = Trainer
+
+    def _made(self, *names: str) -> Any:
+        """The objects that are configured under some names."""
+        config = self.config.clone()
+        for name in {"model", "data", "trainer"}.difference(names):
+            config.fit.pop(name, None)
+        for name in _LEFT_OUT if "trainer" in config.fit else ():
+            config.fit.trainer[name] = None
+        return self.parser.instantiate_classes(config)
+
+    def fit(self, **_: Any) -> None:
+        """Nothing."""
