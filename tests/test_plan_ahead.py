@@ -76,7 +76,7 @@ def a_batch() -> Any:
     return torch.zeros(8, 16, dtype=torch.long), torch.zeros(8, 16, dtype=torch.long)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     arguments = ["plan", "tests.models.TinyGPT", "tests.test_plan_ahead.a_batch", "--world_size", "16"]
     for setting in ("pipeline_parallel_size=2", "tensor_parallel_size=2", "zero.stage=3"):
@@ -85,8 +85,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     planned = json.loads(capsys.readouterr().out)
     assert (planned["data_parallel_size"], len(planned["stages"]), len(planned["memory"])) == (4, 2, 2)
     assert set(planned["sent"]) == {"pp", "tp", "dp"}
-    main(arguments)
+    main([*arguments, f"--report={tmp_path / 'page.html'}"])
     assert "ranks of the pipeline wait" in capsys.readouterr().out
+    page = (tmp_path / "page.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 3  # memory, weights, schedule
+    assert "ranks of the pipeline wait" in page
     with pytest.raises(SystemExit):
         main([*arguments, "--memory", "0.0001"])
     assert "but activations.budget is 0.1 MiB" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 
 from lightning_3d import ConfigError
-from lightning_3d.callbacks import ScheduleTimeline
+from lightning_3d.callbacks import Report, ScheduleTimeline
 from lightning_3d.cli import main
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.schedule_order import Computation, schedule_order
@@ -22,7 +22,12 @@ from tests.workers import WorkerPools
 
 def _fit(layout: Layout, path: str) -> Timeline | None:
     timeline = ScheduleTimeline(path, step=1)
-    settings = {**QUIET, "max_steps": 3, "enable_checkpointing": False, "callbacks": [timeline]}
+    settings = {
+        **QUIET,
+        "max_steps": 3,
+        "enable_checkpointing": False,
+        "callbacks": [Report(Path(path).with_suffix(".html")), timeline],
+    }
     trainer = L.Trainer(devices=layout.world_size, strategy=layout.strategy(), **settings)
     trainer.fit(TinyGPT(), loader(tokens(24), global_batch_size=8))
     return timeline.timeline
@@ -58,6 +63,9 @@ def test_a_real_run_is_drawn_as_it_was_planned(
         assert kinds <= {span.kind for rank in timeline.measured for span in rank}
         assert 0 < idle_share(timeline.measured) < 1
     assert path.stat().st_size > 10_000
+    page = path.with_suffix(".html").read_text()
+    assert page.count('src="data:image/png;base64,') == 3  # weights, the schedule as planned and as measured
+    assert all(text in page for text in ("<h1>TinyGPT on 2 ranks</h1>", "what each rank holds", "loss: ", "torch: "))
 
 
 @pytest.mark.parametrize(
@@ -78,8 +86,11 @@ def test_a_schedule_is_drawn_by_the_command(
 
 
 def test_without_matplotlib_the_callback_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "lightning_3d.callbacks.drawing", raising=False)
+    for name in ("drawing", "page"):
+        monkeypatch.delitem(sys.modules, f"lightning_3d.callbacks.{name}", raising=False)
     for name in ("matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))):  # of other tests
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r'pip install "lightning-3d\[pictures\]"'):
         ScheduleTimeline()
+    with pytest.raises(ConfigError, match=r'pip install "lightning-3d\[pictures\]"'):
+        Report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.callbacks.report import Report
 from lightning_3d.callbacks.timeline import ScheduleTimeline
 
-__all__ = ["MemoryTable", "ScheduleTimeline"]
+__all__ = ["MemoryTable", "Report", "ScheduleTimeline"]

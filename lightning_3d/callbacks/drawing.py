@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.memory.rank_memory import GIB, RankMemory
 from lightning_3d.pipeline.spans import Timeline
+from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Kind
 from lightning_3d.planning.timing import Span, idle_share
 
 try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure
     from matplotlib.patches import Patch
 except ModuleNotFoundError as error:
     raise ConfigError(f'pictures are drawn by matplotlib ({error}): pip install "lightning-3d[pictures]"') from error
@@ -27,13 +31,14 @@ _LABELS: dict[Kind, str] = {
     "weight": "gradients of weights",
 }
 
+_MOST_NUMBERS = 2000  # that are written into a picture
 
 Panel = tuple[str, Sequence[Sequence[Span]], str]
 """A title, the computations of each rank, and the unit of their times."""
 
 
-def draw_spans(panels: Sequence[Panel], path: Path) -> None:
-    """Draw timelines one above the other: a row per rank, a box per microbatch, in white the time that a rank waits."""
+def spans_figure(panels: Sequence[Panel]) -> Figure:
+    """Timelines one above the other: a row per rank, a box per microbatch, in white the time that a rank waits."""
     rows = sum(len(ranks) for _, ranks, _ in panels)
     figure = _figure(1 + 0.6 * rows + 0.7 * len(panels))
     for axes, (title, ranks, unit) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
@@ -42,25 +47,83 @@ def draw_spans(panels: Sequence[Panel], path: Path) -> None:
     kinds = {span.kind for _, ranks, _ in panels for rank in ranks for span in rank}
     handles = [Patch(color=_COLOURS[kind], label=_LABELS[kind]) for kind in _COLOURS if kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
-    _save(figure, path)
+    return figure
 
 
-def draw_timeline(timeline: Timeline, path: Path) -> None:
-    """Draw planned above measured."""
+def timeline_figure(timeline: Timeline) -> Figure:
+    """A timeline as it was planned, above what was measured."""
     measured = [[_scaled(span, 1e3) for span in rank] for rank in timeline.measured]
     planned = (f"{timeline.name}, planned", timeline.planned, "forwards")
-    draw_spans([planned, (f"{timeline.name}, measured", measured, "milliseconds")], path)
+    return spans_figure([planned, (f"{timeline.name}, measured", measured, "milliseconds")])
+
+
+def memory_figure(ranks: Sequence[RankMemory]) -> Figure:
+    """The memory of the ranks of the pp axis at the peak of a step, stacked by kind; beside it what was measured."""
+    figure = _figure(4)
+    axes = figure.subplots()
+    bottoms = [0.0] * len(ranks)
+    kinds = {
+        "weights": [rank.held.weights for rank in ranks],
+        "gradients": [rank.held.gradients for rank in ranks],
+        "optimizer states": [rank.held.optimizer_states for rank in ranks],
+        "activations and buffers": [rank.activations for rank in ranks],
+    }
+    unit, name = (GIB, "GiB") if max(rank.peak for rank in ranks) >= GIB else (2**20, "MiB")
+    for (kind, sizes), colour in zip(kinds.items(), _COLOURS.values(), strict=True):
+        sizes_in_unit = [size / unit for size in sizes]
+        axes.bar(range(len(ranks)), sizes_in_unit, width=0.4, bottom=bottoms, color=colour, label=kind)
+        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes_in_unit, strict=True)]
+    measured = {index: rank.measured / unit for index, rank in enumerate(ranks) if rank.measured is not None}
+    if measured:
+        at = [index + 0.3 for index in measured]
+        axes.bar(at, list(measured.values()), width=0.2, color="none", edgecolor="black", label="measured peak")
+    budgets = [rank.budget / unit for rank in ranks if rank.budget is not None]
+    if budgets:
+        axes.axhline(min(budgets), color="black", linestyle="dashed", label="budget")
+    axes.set_xticks(range(len(ranks)), [f"pipeline rank {index}" for index in range(len(ranks))])
+    axes.set_ylabel(name)
+    axes.set_title("memory at the peak of a training step, as predicted")
+    axes.legend()
+    return figure
+
+
+def weights_figure(plan: Plan) -> Figure:
+    """The part of every block's parameters that each rank of the first replica holds: a row per block."""
+    shape = plan.shape
+    rows = []
+    for block in plan.blocks:
+        share = 1.0 if block.tensor is None else 1 - block.tensor.sharded_share * (1 - 1 / shape.tp)
+        holders = plan.ranks_of(block)
+        rows.append([share if pp in holders else math.nan for pp in range(shape.pp) for _ in range(shape.tp)])
+    figure = _figure(min(1.5 + 0.25 * len(rows), 40))
+    axes = figure.subplots()
+    axes.imshow(rows, aspect="auto", cmap="Blues", vmin=0, vmax=1.3, interpolation="none")
+    axes.set_xticks(
+        range(shape.pp * shape.tp), [f"pp {pp}\ntp {tp}" for pp in range(shape.pp) for tp in range(shape.tp)]
+    )
+    axes.set_yticks(range(len(rows)), [block.fqn for block in plan.blocks])
+    for row, values in enumerate(rows if len(rows) * shape.pp * shape.tp <= _MOST_NUMBERS else ()):
+        for column, share in enumerate(values):
+            if not math.isnan(share):
+                axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7)
+
+    held = "hold it together, by ZeRO 3" if plan.zero_stage == 3 else "have the same"
+    replicas = f"; {shape.dp} replicas {held}" if shape.dp > 1 else ""
+    axes.set_title(f"the part of each block's parameters that a rank holds{replicas}")
+    return figure
+
+
+def save(figure: Figure, file: Path | BinaryIO) -> None:
+    """Write a picture, into a folder that is made if there is none; into a stream as PNG."""
+    if isinstance(file, Path):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=80)
 
 
 def _figure(height: float) -> Figure:
     figure = Figure(figsize=(14, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws to memory; pyplot would choose a backend for the whole process
     return figure
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
 
 
 def _draw_ranks(axes: Axes, ranks: Sequence[Sequence[Span]], unit: str) -> None:

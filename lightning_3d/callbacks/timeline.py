@@ -25,9 +25,9 @@ class ScheduleTimeline(L.Callback):
     """
 
     def __init__(self, path: str | Path = "timeline.png", step: int = 2) -> None:
-        from lightning_3d.callbacks.drawing import draw_timeline  # here, as matplotlib may not be installed
+        from lightning_3d.callbacks.drawing import save, timeline_figure  # here, as matplotlib may not be installed
 
-        self._draw = draw_timeline
+        self._draw, self._save = timeline_figure, save
         self.path, self.step = Path(path), step
         self.timeline: Timeline | None = None
         """The timeline that was drawn, on all ranks of the first pipeline."""
@@ -49,7 +49,7 @@ class ScheduleTimeline(L.Callback):
         if batch_idx == self.step:
             self.timeline = self._strategy(trainer).finish_timeline()
             if trainer.is_global_zero:
-                self._draw(self.timeline, self.path)
+                self._save(self._draw(self.timeline), self.path)
 
     @staticmethod
     def _strategy(trainer: L.Trainer) -> ThreeDStrategy:

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--memory", type=float, help="GiB of a device, as activations.budget; what does not fit is refused"
     )
     parser.add_argument("--states", type=int, default=2, help="numbers that the optimizer keeps for each parameter")
+    parser.add_argument("--report", type=Path, help="a page that it is written to, with pictures (HTML)")
     parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
 
 
@@ -70,6 +72,11 @@ def run(chosen: Namespace) -> None:
             memory=chosen.memory,
             num_states=chosen.states,
         )
+    if chosen.report is not None:
+        from lightning_3d.callbacks.page import plan_sections, write_page  # here, as matplotlib may not be installed
+
+        title = f"{type(given.module).__name__} on {given.world_size} ranks"
+        write_page(chosen.report, title, plan_sections(planned.plan, planned))
     show(json.dumps(planned.as_dict()) if chosen.json else planned)
 
 

@@ -38,7 +38,7 @@ def draw_schedule(
     Raises:
         ConfigError: The numbers do not fit the schedule, or matplotlib is not installed.
     """
-    from lightning_3d.callbacks.drawing import draw_spans  # here, as matplotlib may not be installed
+    from lightning_3d.callbacks.drawing import save, spans_figure  # here, as matplotlib may not be installed
 
     config = PipelineConfig(schedule=schedule, num_microbatches=microbatches)
     num_ranks, rest = divmod(stages, config.num_local_stages)
@@ -46,5 +46,6 @@ def draw_schedule(
         raise ConfigError(f"{stages} stages can't be shared out to ranks of {config.num_local_stages}")
     spans = play(schedule_order(schedule, config.stage_ranks(num_ranks), microbatches))
     end = max(span.end for rank in spans for span in rank)
-    draw_spans([(f"{schedule}, {stages} stages, {microbatches} microbatches", spans, "forwards of a stage")], output)
+    title = f"{schedule}, {stages} stages, {microbatches} microbatches"
+    save(spans_figure([(title, spans, "forwards of a stage")]), output)
     return f"{output}: a step takes {end:.4g} forwards of a stage, of which a rank waits {idle_share(spans):.1%}"
