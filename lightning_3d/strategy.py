@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
@@ -211,7 +211,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
 
     def _made_parallel(self, trainer: Trainer) -> ParallelModel:
         check_model(self._module, self.config, self.mesh.shape)
-        assert isinstance(self._launcher, lightning_helpers.ScriptLauncher)
+        assert isinstance(self._launcher, lightning_helpers.RunLauncher)
         self._is_empty = is_on_meta(self._module)
         self._early = WeakIdKeyDictionary({p: fqn for fqn, p in self._module.named_parameters()})
         self._precision.convert(self._module, self.config.precision, self.root_device)
@@ -300,6 +300,10 @@ class ThreeDStrategy(Configured, StepsStrategy):
         parts.zero.settle()
         with summoned(parts.layout, module, self._met, is_in_parts=self._is_in_parts, writeback=writeback):
             yield
+
+    @override
+    def _full_weights(self) -> AbstractContextManager[None]:
+        return self.summon_full_params(writeback=False)
 
     # ---- checkpoints
 

@@ -37,6 +37,25 @@ done
 for task in "${tasks[@]}"; do wait "$task" || exit; done
 """
 
+NOTEBOOK = """
+import json, sys
+sys.ps1 = "In [1]: "  # as IPython does
+cells = [cell for cell in json.load(open(sys.argv[1]))["cells"] if cell["cell_type"] == "code"]
+exec("".join(cells[0]["source"]))
+L.seed_everything(0, verbose=False)
+data, alone = DataLoader(torch.randn(512, 16), batch_size=16), Flip()
+L.Trainer(accelerator="cpu", devices=1, max_epochs=4, enable_progress_bar=False, logger=False).fit(alone, data)
+torch.set_num_threads(2)
+torch.randn(2**20).exp().sum()  # threads of OpenMP, which a fork lacks
+exec("".join(cells[1]["source"]))
+for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+for cell in cells[2:]:
+    exec("".join(cell["source"]))
+print(trainer.callback_metrics["loss"].item(), further.callback_metrics["val_loss"].item())
+"""
+"""Runs the cells in the process of a notebook, and the first fit by the plain Trainer, too."""
+
 
 def _run(directory: Path, *command: str, program: str = sys.executable, **environment: str) -> str:
     """Run an example in a folder of its own; its output."""
@@ -126,6 +145,15 @@ def test_transformers_fine_tuning_resumes_and_exports(tmp_path: Path) -> None:
         assert not any(loading.values())
         weights.append(model.state_dict())
     assert all(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])  # the second step trained
+
+
+def test_notebook(tmp_path: Path) -> None:
+    """Its process gets the weights of both stages, as one process trains them, and goes on with others."""
+    output = _run(tmp_path, "-c", NOTEBOOK, str(EXAMPLES / "notebook.ipynb"))
+    assert "2 ranks = pipeline 2" in output
+    assert "2 ranks = pipeline 1 x data 2" in output
+    before, after = map(float, output.split()[-2:])
+    assert after < before < 0.5
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (EXAMPLES / "hydra/conf/strategy").iterdir()])

@@ -219,7 +219,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         path = self._strategy.broadcast(path)
         self.saves.wait()
         launcher = self._strategy.launcher
-        if weights_only is None and isinstance(launcher, lightning_helpers.ScriptLauncher):
+        if weights_only is None and isinstance(launcher, lightning_helpers.RunLauncher):
             weights_only = launcher.weights_only
         local = local_path(path)
         local = None if local is None else completed(local)

@@ -38,7 +38,7 @@ class RunControl:
     """
 
     def __init__(
-        self, trainer: Trainer, shape: MeshShape, launcher: lightning_helpers.ScriptLauncher, *, timeout: float
+        self, trainer: Trainer, shape: MeshShape, launcher: lightning_helpers.RunLauncher, *, timeout: float
     ) -> None:
         self._trainer, self._launcher = trainer, launcher
         self._post = Post(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -113,10 +113,18 @@ class RanksStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
         refuse_offload(self.config.activations, self.root_device)
+        is_on_one_gpu = self.num_processes == 1 and self.root_device.type != "cpu"  # which may be in use already
+        if lightning_helpers.is_notebook(self.cluster_environment) and not is_on_one_gpu:
+            self._launcher = lightning_helpers.ForkLauncher(self, self._fail, self._full_weights)
+            return
         # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
         self._launcher = lightning_helpers.ScriptLauncher(
             self.cluster_environment, self.num_processes, self.num_nodes, self._fail
         )
+
+    def _full_weights(self) -> AbstractContextManager[None]:
+        """A context in which the model is as in one process; every rank enters it."""
+        raise NotImplementedError
 
     @override
     def setup_environment(self) -> None:
@@ -130,7 +138,7 @@ class RanksStrategy(ParallelStrategy):
         if self._rendezvous is None:
             self._rendezvous = Rendezvous.open(self._timeout.total_seconds())
         if shape.world_size > 1:
-            assert isinstance(self._launcher, lightning_helpers.ScriptLauncher)
+            assert isinstance(self._launcher, lightning_helpers.RunLauncher)
             seconds = self._heartbeat_timeout.total_seconds()
             self._control = RunControl(self._module.trainer, shape, self._launcher, timeout=seconds)
             self._control.open()
