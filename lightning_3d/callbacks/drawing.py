@@ -113,6 +113,17 @@ def weights_figure(plan: Plan) -> Figure:
     return figure
 
 
+def budget_figure(points: Sequence[tuple[int, float]]) -> Figure:
+    """The peak of a rank's memory, in bytes, against the share of operations that are computed again for it."""
+    figure = _figure(4)
+    axes = figure.subplots()
+    axes.plot([size / GIB for size, _ in points], [100 * share for _, share in points], "o-", color="#4c78a8")
+    axes.set_xlabel("peak of the rank that takes the most, GiB")
+    axes.set_ylabel("operations computed again, %")
+    axes.set_title("what activations.budget costs with activations.recompute: auto")
+    return figure
+
+
 def save(figure: Figure, file: Path | BinaryIO) -> None:
     """Write a picture, into a folder that is made if there is none; into a stream as PNG."""
     if isinstance(file, Path):

@@ -20,8 +20,9 @@ from lightning_3d.cli.from_config import Training, read_cli_config
 from lightning_3d.cli.output import show
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError
+from lightning_3d.planning.budget import trade_offs
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.ahead import plan_ahead
+from lightning_3d.trainer.ahead import PlannedAhead, plan_ahead
 from lightning_3d.waits import Waits
 
 HELP = "Plan a training on any number of ranks, without them: layout, memory, bytes, idle time."
@@ -73,11 +74,19 @@ def run(chosen: Namespace) -> None:
             num_states=chosen.states,
         )
     if chosen.report is not None:
-        from lightning_3d.callbacks.page import plan_sections, write_page  # here, as matplotlib may not be installed
-
-        title = f"{type(given.module).__name__} on {given.world_size} ranks"
-        write_page(chosen.report, title, plan_sections(planned.plan, planned))
+        _report(chosen.report, planned, type(given.module).__name__)
     show(json.dumps(planned.as_dict()) if chosen.json else planned)
+
+
+def _report(path: Path, planned: PlannedAhead, name: str) -> None:
+    from lightning_3d.callbacks.drawing import budget_figure  # here, as matplotlib may not be installed
+    from lightning_3d.callbacks.page import plan_sections, write_page
+
+    plan, sections = planned.plan, list(plan_sections(planned.plan, planned))
+    if planned.step is not None:
+        points = trade_offs(planned.step, [rank.held for rank in plan.memory])
+        sections.append(("Budgets", budget_figure(points)))
+    write_page(path, f"{name} on {plan.shape.world_size} ranks", sections)
 
 
 def _given(chosen: Namespace) -> Training:

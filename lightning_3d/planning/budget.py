@@ -33,6 +33,8 @@ from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 
+_NUM_BUDGETS = 10  # that are tried for `trade_offs`
+
 
 def accumulates(trainer: Trainer) -> bool:
     """Whether the gradients of several batches add up, in some epoch at least."""
@@ -183,6 +185,29 @@ def choose_recomputation(
                 raise _too_much(step, rank, least, own, budget, least_modes, is_least=True)
             chosen[fqn] = way
     return chosen
+
+
+def trade_offs(step: StepMemory, held: Sequence[HeldMemory]) -> list[tuple[int, float]]:
+    """The largest peak of a rank, in bytes, and the share of operations that are computed again for it, by budgets from
+    the peak without recomputation to the least that any gives.
+
+    Args:
+        held: What the ranks hold anyway, by index on the pp axis.
+    """
+
+    def peak(modes: Mapping[str, Mode]) -> int:
+        return max(step.peak(rank, modes, own) for rank, own in enumerate(held))
+
+    most, least = peak({}), peak(dict.fromkeys(step.costs, "full"))
+    points = []
+    for level in range(_NUM_BUDGETS + 1):
+        budget = most - (most - least) * level // _NUM_BUDGETS
+        try:
+            modes = choose_recomputation(step, step.costs.keys(), ("selective", "full"), held, [budget] * len(held))
+        except PlanError:  # others take less, together, than all of them in full
+            break
+        points.append((peak(modes), step.recomputed_share(modes)))
+    return points
 
 
 def _gain(step: StepMemory, fqn: str, before: Mode, after: Mode) -> float:

@@ -169,6 +169,11 @@ class StepMemory:
         """Operations that recomputing a block's calls takes."""
         return len(self._calls_of(fqn)) * self.costs[fqn].recomputation(mode)
 
+    def recomputed_share(self, modes: Mapping[str, Mode]) -> float:
+        """The operations that recomputation takes, over those of the blocks' forwards and backwards without it."""
+        recomputed = sum(self.recomputation(fqn, mode) for fqn, mode in modes.items())
+        return recomputed / max(sum(len(self._calls_of(fqn)) * cost.time for fqn, cost in self.costs.items()), 1)
+
     def _calls_of(self, fqn: str) -> list[int]:
         return [i for i, call in enumerate(self._flow.trace.calls) if call.is_block and call.name == fqn]
 

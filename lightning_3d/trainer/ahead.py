@@ -21,6 +21,7 @@ from lightning_3d.planning.held_ahead import HeldAhead
 from lightning_3d.planning.inline_mode import reason_for_inline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import ExampleStep, Observer, decide
+from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.planning.timing import makespan, sent_bytes
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import takes_batch_index
@@ -42,6 +43,8 @@ class PlannedAhead:
     """The time of a step, waiting included, in the unit of the plan's loads."""
     sent: dict[str, int]
     """Axis of the mesh -> the most bytes that a rank sends over it in a step."""
+    step: StepMemory | None = None
+    """To plan other budgets; None where activations are offloaded."""
 
     def __rich__(self) -> RenderableType:
         lines = [f"ranks of the pipeline wait {self.idle:.1%} of a step"] if self.plan.shape.pp > 1 else []
@@ -121,11 +124,11 @@ def plan_ahead(
         ) from cause
     with precision.dtype_of_steps():
         plan = decide(observed, config, shape, device)
-    held = HeldAhead(module, plan, config, num_states)
+    held, memory_of_step = HeldAhead(module, plan, config, num_states), None
     if config.activations.plans_memory:
         fits = Budget.of(plan, observed, config, device, accumulates=False, num_sharing=held.num_sharing)
         ranks = [held.of_rank(rank, step.microbatch, device) for rank in range(shape.pp)]
-        budgets = [config.activations.budget_bytes(0, 0)] * shape.pp
+        budgets, memory_of_step = [config.activations.budget_bytes(0, 0)] * shape.pp, fits.step
         plan = fits.decide(plan, plan.blocks_in(module), config, ranks, budgets)
         if memory is None:
             plan = replace(plan, memory=tuple(replace(rank, budget=None) for rank in plan.memory))
@@ -136,7 +139,7 @@ def plan_ahead(
     weights = [held.weights(rank) for rank in range(shape.pp)]
     keeps = config.zero.keeps_gathered(is_microbatched=shape.pp > 1)
     sent = sent_bytes(plan, weights, num_sharing=held.num_sharing, gathers_again=not keeps)
-    return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent)
+    return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent, step=memory_of_step)
 
 
 def _fill_buffers(module: nn.Module) -> None:
