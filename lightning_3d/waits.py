@@ -94,7 +94,7 @@ class Waits:
     def _tell(self, line: Callable[[str], None] | None, done: Event) -> None:
         if done.wait(_PATIENCE):
             return
-        console = Console(stderr=True)  # standard output is for results
+        console = Console(stderr=True, force_jupyter=False)  # standard output is for results
         if line is not None or not console.is_terminal:
             (line or partial(print, file=sys.stderr, flush=True))(self._text())
             return

@@ -32,6 +32,7 @@ _LABELS: dict[Kind, str] = {
 }
 
 _MOST_NUMBERS = 2000  # that are written into a picture
+_MOST_LABELS = 24  # side by side
 
 Panel = tuple[str, Sequence[Sequence[Span]], str]
 """A title, the computations of each rank, and the unit of their times."""
@@ -80,7 +81,8 @@ def memory_figure(ranks: Sequence[RankMemory]) -> Figure:
     budgets = [rank.budget / unit for rank in ranks if rank.budget is not None]
     if budgets:
         axes.axhline(min(budgets), color="black", linestyle="dashed", label="budget")
-    axes.set_xticks(range(len(ranks)), [f"pipeline rank {index}" for index in range(len(ranks))])
+    axes.set_xticks(range(0, len(ranks), 1 + len(ranks) // _MOST_LABELS))
+    axes.set_xlabel("pipeline rank")
     axes.set_ylabel(name)
     axes.set_title("memory at the peak of a training step, as predicted")
     axes.legend()
@@ -98,9 +100,8 @@ def weights_figure(plan: Plan) -> Figure:
     figure = _figure(min(1.5 + 0.25 * len(rows), 40))
     axes = figure.subplots()
     axes.imshow(rows, aspect="auto", cmap="Blues", vmin=0, vmax=1.3, interpolation="none")
-    axes.set_xticks(
-        range(shape.pp * shape.tp), [f"pp {pp}\ntp {tp}" for pp in range(shape.pp) for tp in range(shape.tp)]
-    )
+    columns = range(0, shape.pp * shape.tp, 1 + shape.pp * shape.tp // _MOST_LABELS)
+    axes.set_xticks(columns, [f"pp {column // shape.tp}\ntp {column % shape.tp}" for column in columns])
     axes.set_yticks(range(len(rows)), [block.fqn for block in plan.blocks])
     for row, values in enumerate(rows if len(rows) * shape.pp * shape.tp <= _MOST_NUMBERS else ()):
         for column, share in enumerate(values):

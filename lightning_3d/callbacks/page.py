@@ -50,7 +50,7 @@ def plan_sections(plan: Plan, planned: RenderableType | None = None) -> Iterator
     if plan.shape.pp > 1 and plan.inline is None:
         order = schedule_order(plan.schedule, plan.stage_ranks, plan.num_microbatches)
         times = [float(stage.load) for stage in plan.stages]
-        spans = play(order, [3 * time * len(times) / sum(times) for time in times])
+        spans = play(order, [3 * time * len(times) / max(sum(times), 1) for time in times])
         yield "Schedule", spans_figure([(f"{plan.schedule}, planned", spans, "forwards of a stage, on average")])
 
 
