@@ -42,12 +42,14 @@ from lightning_3d.parts.layout import (
     leave_layouts,
     summoned,
 )
+from lightning_3d.planning.layouts import Choice, is_open
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.trainer.auto_layout import choose_layout
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.report import RankReport, gather_reports, tell_layout
 from lightning_3d.trainer.requirements import check, check_model
-from lightning_3d.trainer.session import open_before_planning, open_for_steps
+from lightning_3d.trainer.session import open_before_layout, open_before_planning, open_for_steps
 from lightning_3d.trainer.steps_strategy import StepsStrategy
 from lightning_3d.waits import Waits
 
@@ -77,6 +79,8 @@ class ThreeDStrategy(Configured, StepsStrategy):
             ``"cpu:gloo,cuda:nccl"``.
         timeout: The timeout of collectives.
         heartbeat_timeout: All ranks end when the process of one has given no sign of life for so long.
+        layout: ``"planned"`` lets a fit choose what is left at its default of the sizes, ``zero.stage``, microbatches
+            and recomputation; ``"given"`` takes all as it is here; ``"auto"`` is planned where none of them is set.
 
     Raises:
         ConfigError: a key or value that is not allowed.
@@ -101,10 +105,14 @@ class ThreeDStrategy(Configured, StepsStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: timedelta = timedelta(minutes=2),
+        layout: Literal["auto", "planned", "given"] = "auto",
     ) -> None:
         given = locals()
         config = ThreeDConfig.from_mapping({field.name: given[field.name] for field in fields(ThreeDConfig)})
         super().__init__(config, process_group_backend, timeout, heartbeat_timeout)
+        self._given = config  # before a fit chooses what it leaves open
+        self.choice: Choice | None = None
+        """The layout that a fit has chosen, and why."""
         self._checkpoints = self._new_checkpoints()
         self._resuming: Resuming | None = None  # in a fit
         self._resumes: Mapping[str, Any] | None = None  # the state of the run that this one goes on with, until it does
@@ -176,10 +184,12 @@ class ThreeDStrategy(Configured, StepsStrategy):
     @override
     def setup_environment(self) -> None:
         self._restores_late = self._resuming = self._resumes = None
-        super().setup_environment()
         trainer, parallel = self._module.trainer, self._parallel
-        plans = trainer.state.fn == TrainerFn.FITTING and self.config.activations.plans_memory
         is_ready = parallel is not None and is_laid_out(self._module, parallel.layout)  # by this strategy, and as it is
+        if not is_ready:
+            self.config = self._given
+        super().setup_environment()
+        plans = trainer.state.fn == TrainerFn.FITTING and self.config.activations.plans_memory
         if parallel is None or not is_ready or (plans and parallel.budget is None):  # planned without a training step
             leave_layouts(self._module, copies_of(self._module, lightning_helpers.callbacks_of(trainer)))
             self._parallel = None
@@ -190,13 +200,15 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit:
+            reads_again = self.config.batch.resume == "exact"
+            self._resuming = Resuming(trainer, self._module, self.root_device, reads_again=reads_again)
+        open_before_layout(self._session, self._dataclasses, self._resuming)
+        if is_fit:
+            self._choose_layout(trainer)
             self.check_deepspeed(trainer, self._precision.precision, self.mesh.shape.dp)
         self.config.precision.check_for(self._precision.precision)
         check(trainer, self, self._module, self.config, self.mesh.shape)
-        if is_fit:
-            reads_again = self.config.batch.resume == "exact"
-            self._resuming = Resuming(trainer, self._module, self.root_device, reads_again=reads_again)
-        open_before_planning(self._session, self.config, self.mesh, self._dataclasses, self._resuming)
+        open_before_planning(self._session, self.config, self.mesh)
         if self._parallel is None:
             self._parallel = self._made_parallel(trainer)
         open_for_steps(self._session, self._module, self._parallel, self._norm_of, is_in_parts=self._is_in_parts)
@@ -208,6 +220,25 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self.setup_precision_plugin()
         if self._control is not None and is_fit:
             self._control.heed_signals_together()
+
+    def _choose_layout(self, trainer: Trainer) -> None:
+        """Choose it where nothing of it is set, for a model that is not parallel yet."""
+        is_chosen = self._parallel is not None or self.deepspeed is not None or not is_open(self.config)
+        if is_chosen or self.mesh.shape.world_size == 1:
+            return
+        self.choice = choose_layout(
+            trainer,
+            self._module,
+            self.config,
+            self.mesh.shape,
+            self._precision,
+            self.root_device,
+            Waits(trainer, lambda: self._is_stepping),
+            self.num_processes,
+        )
+        if self.choice is not None:
+            self.config = self.choice.of(self.config)
+            self._make_mesh()
 
     def _made_parallel(self, trainer: Trainer) -> ParallelModel:
         check_model(self._module, self.config, self.mesh.shape)

@@ -14,15 +14,21 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
+from rich.console import Group
 from torch.utils.data import DataLoader
 
 from lightning_3d.cli.from_config import Training, read_cli_config
 from lightning_3d.cli.output import show
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.machine import given_machine
+from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.errors import ConfigError
+from lightning_3d.memory.rank_memory import GIB
+from lightning_3d.pipeline.microbatches import num_samples
 from lightning_3d.planning.budget import trade_offs
+from lightning_3d.planning.layouts import is_open
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.ahead import PlannedAhead, plan_ahead
+from lightning_3d.trainer.ahead import Ahead, PlannedAhead, search_layout
 from lightning_3d.waits import Waits
 
 HELP = "Plan a training on any number of ranks, without them: layout, memory, bytes, idle time."
@@ -56,6 +62,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--states", type=int, default=2, help="numbers that the optimizer keeps for each parameter")
     parser.add_argument("--report", type=Path, help="a page that it is written to, with pictures (HTML)")
+    parser.add_argument("--ranks_per_node", type=int, default=8, help="for layouts that are searched, and their time")
+    parser.add_argument("--tflops", type=float, default=400.0, help="10^12 operations per second that a device reaches")
+    parser.add_argument("--inside", type=float, default=300.0, help="GB per second that a rank sends inside of a node")
+    parser.add_argument("--between", type=float, default=40.0, help="GB per second that a rank sends to other nodes")
     parser.add_argument("--json", action="store_true", help="for programs; sizes in bytes")
 
 
@@ -63,19 +73,25 @@ def run(chosen: Namespace) -> None:
     """Run it."""
     sys.path.insert(0, "")  # as `python -m` does
     given = _given(chosen)
+    if given.world_size < 1 or chosen.states < 0:
+        raise ConfigError(f"{given.world_size} ranks, {chosen.states} states of a parameter: use 1 or more, 0 or more")
+    config, batch, choice = given.config, _first_batch(given.data), None
+    machine = given_machine(
+        tflops=chosen.tflops, inside=chosen.inside, between=chosen.between, ranks_per_node=chosen.ranks_per_node
+    )
     with Waits()("Planning"):
-        planned = plan_ahead(
-            given.module,
-            _first_batch(given.data),
-            given.config,
-            given.world_size,
-            precision=ThreeDPrecision(given.precision),
-            memory=chosen.memory,
-            num_states=chosen.states,
-        )
+        ahead = Ahead.without_trainer(given.module, batch, config, ThreeDPrecision(given.precision), chosen.states)
+        if is_open(config):
+            memory = None if chosen.memory is None else int(chosen.memory * GIB)
+            choice = search_layout(ahead, config, machine, given.world_size, memory, num_samples=num_samples(batch))
+            config = choice.of(config)
+        planned = ahead.plan(config, resolve_mesh_shape(config, given.world_size), chosen.memory, machine)
     if chosen.report is not None:
         _report(chosen.report, planned, type(given.module).__name__)
-    show(json.dumps(planned.as_dict()) if chosen.json else planned)
+    if chosen.json:
+        show(json.dumps(planned.as_dict() | ({} if choice is None else {"layout": choice.as_dict()})))
+    else:
+        show(planned if choice is None else Group(choice, planned))
 
 
 def _report(path: Path, planned: PlannedAhead, name: str) -> None:

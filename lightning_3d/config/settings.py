@@ -64,6 +64,12 @@ class ThreeDConfig:
 
     section: ClassVar[str] = ""
 
+    layout: Literal["auto", "planned", "given"] = "auto"
+    """Who chooses sizes, ZeRO stage, microbatches and recomputation. ``"planned"``: a fit does, by the predicted time
+    of a sample in what fits the devices, and keeps all that is set to other than its default. ``"given"``: the
+    settings. ``"auto"``: planned where none of the sizes and no key of ``zero``, ``pipeline`` and ``activations`` is
+    set to other than its default, else given."""
+
     pipeline_parallel_size: Size = 1
     """Number of pipeline stages."""
 

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_3d.activations.collective_mode import CollectiveMode
 from lightning_3d.activations.selective import is_costly
 from lightning_3d.config.activations import Mode
+from lightning_3d.distributed.machine import Work
 from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.model.blocks import kind_of
 from lightning_3d.model.snapshot import preserved
@@ -72,6 +73,15 @@ class BlockCost:
     """The same but for its costly operators."""
     time: int
     """Operations of the forward and the backward."""
+    flops: int = 0
+    """The part of ``time`` that is products; the rest stands for the bytes that operators write."""
+    num_calls: int = 0
+    """Operators in the forward and the backward."""
+
+    @property
+    def work(self) -> Work:
+        """The forward and the backward."""
+        return Work(flops=self.flops, written=(self.time - self.flops) / FLOPS_PER_BYTE, calls=self.num_calls)
 
     def kept(self, mode: Mode) -> int:
         """Kept inside between forward and backward."""
@@ -173,6 +183,7 @@ def block_cost(
         forward_alone=alone,
         full_time=flops + cost.selective_time,
         time=both + cost.time,
+        flops=both,
     )
 
 
@@ -224,6 +235,7 @@ def _forward_and_backward(forward: Callable[[], list[Any]]) -> BlockCost:
             full_time=0,
             selective_time=FLOPS_PER_BYTE * cheap,
             time=FLOPS_PER_BYTE * sum(live.sizes.values()),
+            num_calls=live.num_calls,
         )
 
 
@@ -236,6 +248,7 @@ class _LiveBytes(CollectiveMode):
         """Bytes of all that were made; references keep the addresses of those that are gone from being used again."""
         self.costly: set[StorageWeakRef] = set()
         """Results of operators and collectives that selective recomputation keeps."""
+        self.num_calls = 0
         self.alive: set[StorageWeakRef] = set()
         """Storages that are not freed, as of the last look."""
         self._used_up: set[StorageWeakRef] = set()
@@ -244,6 +257,7 @@ class _LiveBytes(CollectiveMode):
         """Bytes that were alive at once, at most, since `restart`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
         given = _storages((args, kwargs))
         results = func(*args, **(kwargs or {}))
         for storage, num_bytes in _storages(results).items():

@@ -44,6 +44,11 @@ class HeldAhead:
         """Bytes of the trained weights of a rank of the pp axis, before ZeRO."""
         return sum(num * parameter.itemsize for parameter, num in self._trained(pp_rank))
 
+    @property
+    def num_trained(self) -> list[int]:
+        """How many parameters each rank of the pp axis trains."""
+        return [len(list(self._trained(rank))) for rank in range(self._plan.shape.pp)]
+
     def of_rank(self, pp_rank: int, microbatch: Any, device: torch.device) -> HeldMemory:
         """The memory of a rank of the pp axis, on a device of this kind."""
         plan, zero, sharing = self._plan, self._config.zero, self.num_sharing
@@ -87,3 +92,15 @@ class HeldAhead:
         for fqn, parameter in self._module.named_parameters():
             if self._plan.holds(pp_rank, fqn):
                 yield parameter, -(-parameter.numel() // self._tp.get(fqn, 1))
+
+
+def least_held(module: nn.Module, config: ThreeDConfig, num_states: int, *, pieces: int, dp: int, stage: int) -> int:
+    """Bytes of weights, gradients and optimizer states of a rank, where the model is cut into equal pieces.
+
+    Args:
+        stage: Of ZeRO.
+    """
+    weights = sum(parameter.nbytes for parameter in module.parameters())
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    further = sum(p.nbytes + p.numel() * state_bytes(p, num_states, config) for p in trained)
+    return (weights // (dp if stage == 3 else 1) + further // (dp if stage else 1)) // pieces

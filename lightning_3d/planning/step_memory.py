@@ -13,6 +13,7 @@ from torch import nn
 from lightning_3d.activations.partitioned_inputs import is_cut
 from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.machine import Work
 from lightning_3d.memory.block_cost import BlockCost, block_costs
 from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.planning.plan import Plan
@@ -173,6 +174,20 @@ class StepMemory:
         """The operations that recomputation takes, over those of the blocks' forwards and backwards without it."""
         recomputed = sum(self.recomputation(fqn, mode) for fqn, mode in modes.items())
         return recomputed / max(sum(len(self._calls_of(fqn)) * cost.time for fqn, cost in self.costs.items()), 1)
+
+    def work(self, stage: int, modes: Mapping[str, Mode]) -> Work:
+        """The forward and the backward of a microbatch on a rank of a stage."""
+        trace, total = self._flow.trace, Work()
+        for call, of_call in zip(trace.calls, self._flow.call_stages, strict=True):
+            if of_call != stage:
+                continue
+            if call.is_block:
+                cost = self.costs[call.name]
+                again = cost.recomputation(modes.get(call.name, "none")) / max(cost.time, 1)
+                total += cost.work.times(1 + again)
+            else:  # its forward writes its results, its backward as much
+                total += Work(written=2 * _size(trace.tensors[i] for i in call.outputs), calls=2)
+        return total
 
     def _calls_of(self, fqn: str) -> list[int]:
         return [i for i, call in enumerate(self._flow.trace.calls) if call.is_block and call.name == fqn]

@@ -71,6 +71,10 @@ class RunControl:
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._open.enter_context(self._interrupts_noted())
 
+    def place(self, shape: MeshShape) -> None:
+        """Name ranks by their places on another mesh."""
+        self._post.names[:] = [_name(shape, rank) for rank in range(shape.world_size)]
+
     def begin_batch(self) -> None:
         """Before each training step."""
         loop = self._trainer.fit_loop.epoch_loop

@@ -39,7 +39,7 @@ class Post:
 
     rank: int
 
-    names: Sequence[str]
+    names: list[str]
     """All ranks as errors call them."""
 
     step: Callable[[], str]

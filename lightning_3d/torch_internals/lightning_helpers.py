@@ -337,6 +337,28 @@ def active_loaders(trainer: Trainer) -> Loaders | None:
     return Loaders(flat=combined.flattened, is_sequential=combined._mode == "sequential", _spec=combined._spec)
 
 
+@contextmanager
+def samplers_noted(trainer: Trainer) -> Iterator[list[bool]]:
+    """For each training dataloader that is set up inside, whether the Trainer gives it a sampler by rank."""
+    connector, found = trainer._data_connector, list[bool]()
+    decide = connector._requires_distributed_sampler
+
+    def noted(dataloader: Any) -> bool:
+        found.append(decide(dataloader))
+        return found[-1]
+
+    with attributes_replaced(connector, {"_requires_distributed_sampler": noted}):
+        yield found
+
+
+def forget_loaders(trainer: Trainer) -> None:
+    """Let the dataloaders of a fit be made again, for another number of replicas."""
+    loop = trainer.fit_loop
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+    loop._combined_loader = loop._data_fetcher = loop.epoch_loop.val_loop._combined_loader = None
+
+
 def change_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> None:
     """Let the loop that is about to run take others in place of its dataloaders, which it has made."""
     loop = trainer._active_loop

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +13,20 @@ from rich.console import Group, RenderableType
 from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.mesh import resolve_mesh_shape
+from lightning_3d.distributed.machine import Machine
+from lightning_3d.distributed.mesh import MeshShape, resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError, SplitError, TraceError
-from lightning_3d.memory.rank_memory import size_text
+from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import split_batch
 from lightning_3d.planning.budget import Budget
-from lightning_3d.planning.held_ahead import HeldAhead
+from lightning_3d.planning.held_ahead import HeldAhead, least_held
 from lightning_3d.planning.inline_mode import reason_for_inline
+from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import ExampleStep, Observer, decide
+from lightning_3d.planning.planner import ExampleStep, Observation, Observer, decide
 from lightning_3d.planning.step_memory import StepMemory
+from lightning_3d.planning.step_time import StepSeconds
 from lightning_3d.planning.timing import makespan, sent_bytes
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import takes_batch_index
@@ -45,10 +50,18 @@ class PlannedAhead:
     """Axis of the mesh -> the most bytes that a rank sends over it in a step."""
     step: StepMemory | None = None
     """To plan other budgets; None where activations are offloaded."""
+    seconds: StepSeconds | None = None
+    """The time of a step on the machine that was given."""
 
     def __rich__(self) -> RenderableType:
         lines = [f"ranks of the pipeline wait {self.idle:.1%} of a step"] if self.plan.shape.pp > 1 else []
         lines += [f"a rank sends at most {size_text(size)} over {axis} in a step" for axis, size in self.sent.items()]
+        if (of := self.seconds) is not None:
+            lines.append(
+                f"a step is predicted to take {1e3 * of.total:,.1f} ms: forwards and backwards"
+                f" {1e3 * of.computing:,.1f}, waiting for replicas {1e3 * of.reducing:,.1f}, the optimizer"
+                f" {1e3 * of.stepping:,.1f}"
+            )
         return Group(self.plan, *lines)
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,6 +87,7 @@ class PlannedAhead:
             "load": self.load,
             "load_unit": plan.load_unit,
             "sent": self.sent,
+            "seconds": None if self.seconds is None else self.seconds.total,
         }
 
 
@@ -103,43 +117,184 @@ def plan_ahead(
     """
     if world_size < 1 or num_states < 0:
         raise ConfigError(f"{world_size} ranks, {num_states} states of a parameter: use 1 or more, 0 or more")
-    shape, device = resolve_mesh_shape(config, world_size), torch.device("cpu")
-    if (why := reason_for_inline(module, config)) is not None:
-        raise PlanError(f"{type(module).__name__}'s steps run inline, {why}: only microbatched steps are planned ahead")
-    precision.convert(module, config.precision, device)
-    _fill_buffers(module)
-    if not config.activations.offload:
-        budget = _UNLIMITED if memory is None else memory
-        config = replace(config, activations=replace(config.activations, budget=budget))
-    step = _step(module, batch, config, precision)
-    try:
-        observed = Observer(module, step, device, StepEffects).observe(config, shape)
-    except (SplitError, TraceError):
-        raise
-    except Exception as error:
-        cause = error.__cause__ if isinstance(error, PlanError) and error.__cause__ is not None else error
-        raise PlanError(
-            f"{type(module).__name__}.training_step fails without weights, a Trainer and the data of blocks, as it is"
-            f" traced here: {type(cause).__name__}: {cause}. It may run where it trains"
-        ) from cause
-    with precision.dtype_of_steps():
-        plan = decide(observed, config, shape, device)
-    held, memory_of_step = HeldAhead(module, plan, config, num_states), None
-    if config.activations.plans_memory:
-        fits = Budget.of(plan, observed, config, device, accumulates=False, num_sharing=held.num_sharing)
-        ranks = [held.of_rank(rank, step.microbatch, device) for rank in range(shape.pp)]
-        budgets, memory_of_step = [config.activations.budget_bytes(0, 0)] * shape.pp, fits.step
-        plan = fits.decide(plan, plan.blocks_in(module), config, ranks, budgets)
-        if memory is None:
-            plan = replace(plan, memory=tuple(replace(rank, budget=None) for rank in plan.memory))
-    times = [float(stage.load) / shape.tp for stage in plan.stages]
-    idle, total = 0.0, sum(times)
-    if shape.pp > 1:
-        total, idle = makespan(plan.schedule, plan.stage_ranks, plan.num_microbatches, times)
-    weights = [held.weights(rank) for rank in range(shape.pp)]
-    keeps = config.zero.keeps_gathered(is_microbatched=shape.pp > 1)
-    sent = sent_bytes(plan, weights, num_sharing=held.num_sharing, gathers_again=not keeps)
-    return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent, step=memory_of_step)
+    ahead = Ahead.without_trainer(module, batch, config, precision, num_states)
+    return ahead.plan(config, resolve_mesh_shape(config, world_size), memory)
+
+
+class Ahead:
+    """Plans one model in several layouts; what is observed of it is shared by those to which it looks the same.
+
+    Args:
+        step: Makes the step that is about to run on a mesh.
+        device: Where it would run.
+        accumulates: Whether gradients wait for further steps.
+        num_states: Numbers that the optimizer keeps for each parameter.
+        checks: Raises for a layout that can't run, whatever is planned.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        step: Callable[[ThreeDConfig, MeshShape], ExampleStep],
+        device: torch.device,
+        precision: ThreeDPrecision,
+        *,
+        accumulates: bool,
+        num_states: int,
+        checks: Callable[[ThreeDConfig, MeshShape], None] = lambda config, shape: None,
+    ) -> None:
+        self.module, self._step, self._device, self._precision = module, step, device, precision
+        self._accumulates, self.num_states, self._checks = accumulates, num_states, checks
+        self._observed: dict[tuple[int, int], Observation] = {}
+
+    @classmethod
+    def without_trainer(
+        cls, module: LightningModule, batch: Any, config: ThreeDConfig, precision: ThreeDPrecision, num_states: int
+    ) -> Ahead:
+        """For a model whose weights may be on the meta device, as the CPU computes it, on the batch of a replica."""
+        device = torch.device("cpu")
+        precision.convert(module, config.precision, device)
+        _fill_buffers(module)
+        step = partial(_step, module, batch, precision)
+        return cls(module, step, device, precision, accumulates=False, num_states=num_states)
+
+    def plan(
+        self, config: ThreeDConfig, shape: MeshShape, memory: float | None, machine: Machine | None = None
+    ) -> PlannedAhead:
+        """Plan it on a mesh.
+
+        Args:
+            memory: GiB of a device; None if it is not limited.
+            machine: To predict how long a step takes.
+
+        Raises:
+            PlanError: no layout of this model fits the mesh, or a rank does not fit its memory.
+            TraceError: the stages can't follow the step.
+        """
+        self._checks(config, shape)
+        if (why := reason_for_inline(self.module, config)) is not None:
+            raise PlanError(
+                f"{type(self.module).__name__}'s steps run inline, {why}: only microbatched steps are planned ahead"
+            )
+        if not config.activations.offload:
+            budget = _UNLIMITED if memory is None else memory
+            config = replace(config, activations=replace(config.activations, budget=budget))
+        device, observed = self._device, self.observe(config, shape)
+        with self._precision.dtype_of_steps():
+            plan = decide(observed, config, shape, device)
+        held = HeldAhead(self.module, plan, config, self.num_states)
+        seconds, step = None, None
+        if config.activations.plans_memory:
+            sharing = held.num_sharing
+            fits = Budget.of(plan, observed, config, device, accumulates=self._accumulates, num_sharing=sharing)
+            step = fits.step
+            ranks = [held.of_rank(rank, observed.step.microbatch, device) for rank in range(shape.pp)]
+            budgets = [config.activations.budget_bytes(0, 0)] * shape.pp
+            plan = fits.decide(plan, plan.blocks_in(self.module), config, ranks, budgets)
+            if memory is None:
+                plan = replace(plan, memory=tuple(replace(rank, budget=None) for rank in plan.memory))
+        times = [float(stage.load) / shape.tp for stage in plan.stages]
+        idle, total = 0.0, sum(times)
+        if shape.pp > 1:
+            total, idle = makespan(plan.schedule, plan.stage_ranks, plan.num_microbatches, times)
+        weights = [held.weights(rank) for rank in range(shape.pp)]
+        again = not config.zero.keeps_gathered(is_microbatched=shape.pp > 1)
+        sent = sent_bytes(plan, weights, num_sharing=held.num_sharing, gathers_again=again)
+        if machine is not None and step is not None:
+            seconds = StepSeconds.of(
+                plan,
+                step,
+                machine,
+                weights=weights,
+                num_parameters=held.num_trained,
+                num_sharing=held.num_sharing,
+                num_states=self.num_states,
+                gathers_again=again,
+            )
+        return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent, step=step, seconds=seconds)
+
+    def observe(self, config: ThreeDConfig, shape: MeshShape) -> Observation:
+        """Trace the step on a mesh.
+
+        Raises:
+            PlanError: it fails.
+            TraceError: the stages can't follow it.
+        """
+        key = config.num_microbatches, shape.pp
+        if key not in self._observed:
+            step = self._step(config, shape)
+            self._observed[key] = self._looked_at(Observer(self.module, step, self._device, StepEffects), config, shape)
+        observed = self._observed[key]
+        if shape.pp > 1 and observed.trace is not None:
+            observed.trace.refuse_what_counts_once()
+        return observed
+
+    def _looked_at(self, observer: Observer, config: ThreeDConfig, shape: MeshShape) -> Observation:
+        try:
+            return observer.observe(config, shape)
+        except (SplitError, TraceError):
+            raise
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, PlanError) and error.__cause__ is not None else error
+            raise PlanError(
+                f"{type(self.module).__name__}.training_step fails without weights, a Trainer and the data of blocks,"
+                f" as it is traced here: {type(cause).__name__}: {cause}. It may run where it trains"
+            ) from cause
+
+
+def search_layout(
+    ahead: Ahead,
+    config: ThreeDConfig,
+    machine: Machine,
+    world_size: int,
+    memory: int | None,
+    *,
+    num_samples: int,
+) -> Choice:
+    """The fastest layout that fits, of those that keep what is set.
+
+    Args:
+        memory: Bytes of a device; None if it is not limited.
+        num_samples: Of a replica's batch; 1 if it can't be split.
+
+    Raises:
+        PlanError: the step can't be traced.
+    """
+    layouts = candidates(config, world_size, machine.ranks_per_node, num_samples)
+    if not layouts:
+        raise ConfigError(f"no layout of {world_size} ranks has the sizes that are set: {config}")
+    config = replace(config, activations=replace(config.activations, recompute="auto", budget=None))
+
+    def planned(layout: Layout) -> PlannedAhead:
+        own = layout.of(config)
+        return ahead.plan(own, resolve_mesh_shape(own, world_size), None if memory is None else memory / GIB, machine)
+
+    def predict(layout: Layout) -> Prediction:
+        found = planned(layout)
+        assert found.seconds is not None
+        tensors = [block.tensor for block in found.plan.blocks if block.tensor is not None]
+        if layout.tp > 1 and not any(tensor.is_sharded for tensor in tensors):
+            raise PlanError(f"no block can be sharded: {next((each.reason for each in tensors), None)}")
+        return Prediction(
+            seconds=found.seconds.total,
+            computing=found.seconds.computing,
+            peak=max(rank.peak for rank in found.plan.memory),
+            recomputes=any(block.is_recomputed for block in found.plan.blocks),
+        )
+
+    replicas = layouts[0].of(config)
+    ahead.observe(replicas, resolve_mesh_shape(replicas, world_size))
+    return search(layouts, predict, partial(too_large, ahead.module, config, memory, ahead.num_states), num_samples)
+
+
+def too_large(
+    module: nn.Module, config: ThreeDConfig, memory: int | None, num_states: int, layout: Layout
+) -> str | None:
+    """Why a rank has no room for its training state, whatever its activations take, or None."""
+    least = least_held(module, config, num_states, pieces=layout.pp * layout.tp, dp=layout.dp, stage=layout.zero_stage)
+    if memory is None or least <= memory:
+        return None
+    return f"a rank needs at least {size_text(least)} of the {size_text(memory)} that it has, for the training state"
 
 
 def _fill_buffers(module: nn.Module) -> None:
@@ -151,7 +306,9 @@ def _fill_buffers(module: nn.Module) -> None:
                 buffers[name] = torch.zeros_like(buffer, device="cpu")
 
 
-def _step(module: LightningModule, batch: Any, config: ThreeDConfig, precision: ThreeDPrecision) -> ExampleStep:
+def _step(
+    module: LightningModule, batch: Any, precision: ThreeDPrecision, config: ThreeDConfig, shape: MeshShape
+) -> ExampleStep:
     name, rest = "training_step", (0,) if takes_batch_index(module.training_step) else ()
     microbatch = split_batch(precision.convert_input(batch), config.num_microbatches)[0].batch
     return ExampleStep(name=name, microbatch=microbatch, modes=modes_of(name, precision), rest=rest)

@@ -129,7 +129,7 @@ class RanksStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        shape, zero = self._shape, self.config.zero
+        shape = self._shape
         if shape.dp > 1:  # as DDP does; a single replica goes on with the random numbers of one process
             reset_seed()
         self.set_world_ranks()
@@ -144,6 +144,13 @@ class RanksStrategy(ParallelStrategy):
             self._control.open()
             check_same_settings(self._module.trainer, self.config)
         warn_of_slow_groups(shape, self.num_processes)
+        self._make_mesh()
+
+    def _make_mesh(self) -> None:
+        """Give each rank its place, as it is configured now."""
+        shape, zero = self._shape, self.config.zero
+        if self._control is not None:
+            self._control.place(shape)
         self._mesh = shared_mesh(
             shape,
             device_type=self.root_device.type,

@@ -27,29 +27,27 @@ from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.trainer.user_clipping import clipping_joined
 
 
-def open_before_planning(
-    session: ExitStack,
-    config: ThreeDConfig,
-    mesh: Mesh,
-    dataclasses: list[type[Any]],
-    resuming: Resuming | None,
-) -> None:
-    """Enter what holds from before a model is made parallel.
+def open_before_layout(session: ExitStack, dataclasses: list[type[Any]], resuming: Resuming | None) -> None:
+    """Enter what holds in any layout.
 
     Args:
         dataclasses: Those that steps of the model passed around in earlier runs.
         resuming: In a fit.
     """
+    session.enter_context(dataclasses_registered(dataclasses))
+    if resuming is not None:
+        session.enter_context(resuming.installed())
+
+
+def open_before_planning(session: ExitStack, config: ThreeDConfig, mesh: Mesh) -> None:
+    """Enter what holds from before a model is made parallel on a mesh."""
     _enter(
         session,
-        (True, lambda: dataclasses_registered(dataclasses)),
         (True, lambda: metrics_joined(mesh.group("dp"))),
         (mesh.shape.dp == 1, logging_as_alone),
         (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
         (config.compile.enabled, modules_watched),
     )
-    if resuming is not None:
-        session.enter_context(resuming.installed())
 
 
 def open_for_steps(

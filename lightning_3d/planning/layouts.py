@@ -1,0 +1,266 @@
+"""The layouts that a run may have, and which of them is the fastest that fits: a search over pure predictions.
+
+A replica's batch is what the dataloader gives, so that layouts are compared by the time of a step over their replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.zero import ZeroConfig
+from lightning_3d.errors import PlanError, ThreeDError
+
+_MOST_PLANNED = 16  # layouts; planning one takes up to seconds
+_MARGIN = 0.05  # predictions that differ by less count as equal
+_ENOUGH = 0.1  # a layout of plain replicas that waits for a smaller part of its step is taken at once
+_ROUNDS = (1, 2, 4)  # microbatches for each stage of a pipeline
+_MOST_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the mesh, and what goes with them."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    num_microbatches: int = 1
+
+    def __str__(self) -> str:
+        sizes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
+        text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+        microbatches = f", {self.num_microbatches} microbatches" if self.pp > 1 else ""
+        return f"{text}{f', ZeRO {self.zero_stage}' if self.dp > 1 else ''}{microbatches}"
+
+    @property
+    def is_replicas(self) -> bool:
+        """Whether every rank has the whole batch of a replica to itself, as with DDP or FSDP."""
+        return self.pp * self.tp == 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def idle(self) -> float:
+        """The part of a step in which ranks wait for other stages, where all of these take the same time."""
+        return (self.pp - 1) / (self.num_microbatches + self.pp - 1)
+
+    def of(self, config: ThreeDConfig) -> ThreeDConfig:
+        """The settings with this layout.
+
+        Raises:
+            ConfigError: they do not go together.
+        """
+        pipeline = replace(config.pipeline, num_microbatches=self.num_microbatches if self.pp > 1 else "auto")
+        return replace(
+            config,
+            layout="given",
+            pipeline_parallel_size=self.pp,
+            data_parallel_size=self.dp,
+            tensor_parallel_size=self.tp,
+            zero=replace(config.zero, stage=self.zero_stage),
+            pipeline=pipeline,
+        )
+
+
+def is_open(config: ThreeDConfig) -> bool:
+    """Whether the layout is to be chosen: nothing of it is set, or the rest of it is asked for."""
+    if config.layout != "auto":
+        return config.layout == "planned"
+    sizes = (config.pipeline_parallel_size, config.data_parallel_size, config.tensor_parallel_size)
+    sections = (config.zero, config.pipeline, config.activations)
+    return sizes == (1, "auto", 1) and sections == (ZeroConfig(), PipelineConfig(), ActivationsConfig())
+
+
+def candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_samples: int) -> list[Layout]:
+    """The layouts that keep what is set, the simplest first: replicas, at ZeRO stage 1.
+
+    Args:
+        num_samples: Of a replica's batch; 1 if it can't be split.
+    """
+    found = _candidates(config, world_size, ranks_per_node, num_samples)
+    return sorted(found, key=lambda each: (each.pp * each.tp, each.pp))
+
+
+def _candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_samples: int) -> Iterator[Layout]:
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    for pp in divisors if config.pipeline_parallel_size == 1 else [config.pipeline_parallel_size]:
+        for tp in divisors if config.tensor_parallel_size == 1 else [config.tensor_parallel_size]:
+            dp = world_size // (pp * tp)
+            within = config.tensor_parallel_size > 1 or ranks_per_node % tp == 0
+            if pp * dp * tp != world_size or config.data_parallel_size not in ("auto", dp) or not within:
+                continue
+            stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 0, 3)
+            for stage in stages if config.zero == ZeroConfig() and dp > 1 else [config.zero.stage]:
+                for number in _microbatches(config, pp, num_samples):
+                    yield Layout(pp=pp, dp=dp, tp=tp, zero_stage=stage, num_microbatches=number)
+
+
+def _microbatches(config: ThreeDConfig, pp: int, num_samples: int) -> list[int]:
+    if pp == 1 or config.pipeline.mode == "inline":
+        return [1]
+    if config.pipeline.num_microbatches != "auto":
+        return [config.pipeline.num_microbatches]
+    return [pp * rounds for rounds in _ROUNDS if pp * rounds <= num_samples and num_samples % (pp * rounds) == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The time and the memory of a layout."""
+
+    seconds: float
+    """The time of a step."""
+    computing: float
+    """The part of them that one rank computes."""
+    peak: int
+    """Bytes of the rank that takes the most."""
+    recomputes: bool
+    """Whether blocks are recomputed, to fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The layout that was chosen, and why."""
+
+    layout: Layout
+    reason: str
+    predicted: Mapping[Layout, Prediction]
+    refused: Mapping[Layout, str]
+    """Layouts that can't run, and why."""
+    num_samples: int = 1
+    """Samples of a replica's batch."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it fits only where blocks are recomputed."""
+        return self.layout in self.predicted and self.predicted[self.layout].recomputes
+
+    def of(self, config: ThreeDConfig) -> ThreeDConfig:
+        """The settings with what was chosen."""
+        chosen = self.layout.of(config)
+        return replace(chosen, activations=replace(chosen.activations, recompute="auto")) if self.recomputes else chosen
+
+    @property
+    def ranking(self) -> list[Layout]:
+        """Layouts that can run, the fastest first; simpler ones go before those that gain next to nothing."""
+        return ranked(self.predicted)
+
+    @property
+    def yaml(self) -> str:
+        """The settings that give this layout, for a file."""
+        layout = self.layout
+        lines = ["layout: given", f"data_parallel_size: {layout.dp}"]
+        lines += [f"pipeline_parallel_size: {layout.pp}"] if layout.pp > 1 else []
+        lines += [f"tensor_parallel_size: {layout.tp}"] if layout.tp > 1 else []
+        lines.append(f"zero: {{stage: {layout.zero_stage}}}")
+        lines += [f"pipeline: {{num_microbatches: {layout.num_microbatches}}}"] if layout.pp > 1 else []
+        lines += ["activations: {recompute: auto}"] if self.recomputes else []
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: seconds of a step and bytes by layout."""
+        return {
+            "chosen": str(self.layout),
+            "reason": self.reason,
+            "settings": self.yaml,
+            "predicted": {str(each): {"seconds": p.seconds, "peak": p.peak} for each, p in self.predicted.items()},
+            "refused": {str(layout): why for layout, why in self.refused.items()},
+        }
+
+    def __rich__(self) -> RenderableType:
+        lines: list[RenderableType] = [f"Layout: {self.layout}, as {self.reason}"]
+        if self.predicted:
+            lines.append(self._table())
+        return Group(*lines, "To keep it, whatever is measured another time:", self.yaml)
+
+    def _table(self) -> Table:
+        table = Table("layout", title="predicted steps")
+        for name in ("step", "samples", "per sample", "peak"):
+            table.add_column(name, justify="right")
+        table.add_column("")
+        for layout in self.ranking[:_MOST_SHOWN]:
+            seen, samples = self.predicted[layout], self.num_samples * layout.dp
+            note = "chosen" if layout == self.layout else "recomputes" if seen.recomputes else ""
+            times = (f"{1e3 * seen.seconds:,.1f} ms", f"{samples:,}", f"{1e3 * seen.seconds / samples:,.3f} ms")
+            table.add_row(str(layout), *times, f"{seen.peak / 2**30:.2f} GiB", note)
+        for layout, why in list(self.refused.items())[:_MOST_SHOWN]:
+            table.add_row(str(layout), "", "", "", "", why.partition(". ")[0])
+        return table
+
+
+def ranked(predicted: Mapping[Layout, Prediction]) -> list[Layout]:
+    """By the time of a sample; before all others the simplest of those that are as fast as the fastest, about."""
+    order = sorted(predicted, key=lambda each: predicted[each].seconds / each.dp)
+    if not order:
+        return []
+    most = (1 + _MARGIN) * predicted[order[0]].seconds / order[0].dp
+    equal = [each for each in predicted if predicted[each].seconds / each.dp <= most]  # the simplest first
+    return [equal[0], *(each for each in order if each != equal[0])]
+
+
+def search(
+    layouts: Sequence[Layout],
+    predict: Callable[[Layout], Prediction],
+    too_large: Callable[[Layout], str | None],
+    num_samples: int,
+) -> Choice:
+    """Predict what may be the fastest, until nothing else can be.
+
+    Args:
+        layouts: From `candidates`.
+        predict: Raises where a layout can't run.
+        too_large: Why a layout does not fit, whatever its activations take, or None.
+        num_samples: Of a replica's batch.
+    """
+    predicted, refused = dict[Layout, Prediction](), dict[Layout, str]()
+
+    def look_at(layout: Layout) -> None:
+        try:
+            if (why := too_large(layout)) is not None:
+                raise PlanError(why)
+            predicted[layout] = predict(layout)
+        except ThreeDError as error:
+            refused[layout] = str(error)
+
+    def chosen(layout: Layout, reason: str) -> Choice:
+        return Choice(layout=layout, reason=reason, predicted=predicted, refused=refused, num_samples=num_samples)
+
+    replicas = [each for each in layouts if each.is_replicas]
+    for layout in replicas:
+        if layout.zero_stage < 3 or not predicted:  # which sends more
+            look_at(layout)
+    first = ranked(predicted)[0] if predicted else None
+    if first is not None:
+        share = predicted[first].computing / predicted[first].seconds
+        if share >= 1 - _ENOUGH and not predicted[first].recomputes:
+            return chosen(first, f"ranks compute in {share:.0%} of its step, and it fits")
+    stage = 1 if first is None else first.zero_stage
+    others = [each for each in layouts if not each.is_replicas and each.zero_stage in (stage, 3)]
+    num_left = _MOST_PLANNED
+    for layout in sorted(others, key=lambda each: (each.idle, each.zero_stage)):
+        if replace(layout, zero_stage=stage) in predicted:
+            continue
+        if first is not None:
+            seconds = min(seen.seconds / each.dp for each, seen in predicted.items())
+            least = predicted[first].computing / layout.world_size / (1 - layout.idle)
+            if least >= seconds:
+                continue
+        num_left -= too_large(layout) is None
+        if num_left < 0:
+            break
+        look_at(layout)
+    if not predicted:
+        fallback = (replicas or layouts)[-1]  # which holds the least
+        return chosen(fallback, f"none is predicted to fit: {refused.get(fallback, 'too large')}")
+    return chosen(ranked(predicted)[0], f"samples take the least time of {len(predicted)} layouts that fit, about")

@@ -1,0 +1,190 @@
+"""Layouts that a fit chooses by itself: the search on given machines, and fits that equal one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.cli import main
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.machine import Link, Machine, given_machine
+from lightning_3d.planning.layouts import Choice, Layout, candidates, is_open
+from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.trainer import auto_layout
+from lightning_3d.trainer.ahead import Ahead, search_layout
+from tests.models import TinyMLP, features, reference_loader
+from tests.parity import QUIET, assert_same_state, whole_state
+from tests.workers import WorkerPools
+
+BATCH, STEPS = 8, 3
+FAST = given_machine(tflops=400, inside=300, between=40, ranks_per_node=8)
+SLOW = {kind: Link(bandwidth=1e7, latency=1e-5) for kind in FAST.inside}  # 10 MB/s
+SLOW_LINKS = replace(FAST, inside=SLOW, between=SLOW)
+
+
+class Wide(TinyMLP):
+    """4 MiB of weights, on few samples: replicas send much and compute little."""
+
+    def __init__(self) -> None:
+        super().__init__(width=512, lr=1e-3)
+
+
+def _chosen(
+    machine: Machine, world_size: int, *, samples: int = BATCH, memory: float | None = None, **kept: Any
+) -> Choice:
+    with torch.device("meta"):
+        module = Wide()
+    batch, config = (torch.zeros(samples, 8), torch.zeros(samples, 4)), ThreeDConfig(layout="planned", **kept)
+    ahead = Ahead.without_trainer(module, batch, config, ThreeDPrecision(), 2)
+    size = None if memory is None else int(memory * 2**20)
+    return search_layout(ahead, config, machine, world_size, size, num_samples=samples)
+
+
+def test_the_search() -> None:
+    """On machines that are known."""
+    plenty = _chosen(FAST, 4, samples=2**16)
+    assert plenty.layout == Layout(dp=4)
+    assert "compute in 9" in plenty.reason
+    slow = _chosen(SLOW_LINKS, 4)
+    assert slow.layout.dp == 1  # whose replicas would wait for gradients
+    assert slow.predicted[slow.layout].seconds < slow.predicted[Layout(dp=4)].seconds / 4
+    # 4.1 MiB of weights: 16.4 with gradients and AdamW's states.
+    small = _chosen(FAST, 4, samples=256, memory=12)
+    assert Layout(dp=4, zero_stage=0) in small.refused
+    assert "at least 16" in small.refused[Layout(dp=4, zero_stage=0)]
+    assert all(seen.peak <= 12 * 2**20 for seen in small.predicted.values())
+    nothing = _chosen(FAST, 4, memory=1)
+    assert (nothing.layout, nothing.predicted) == (Layout(dp=4, zero_stage=3), {})
+    kept = _chosen(FAST, 8, tensor_parallel_size=4)
+    assert {layout.tp for layout in (*kept.predicted, *kept.refused)} == {4}
+
+
+def test_what_is_set_is_kept() -> None:
+    assert is_open(ThreeDConfig())
+    for given in (
+        {"layout": "given"},
+        {"data_parallel_size": 2},
+        {"tensor_parallel_size": 2},
+        {"zero": {"stage": 2}},
+        {"activations": {"budget": "auto"}},
+    ):
+        assert not is_open(ThreeDConfig.from_mapping(given))
+    pinned = ThreeDConfig.from_mapping({"layout": "planned", "zero": {"stage": 2}, "pipeline_parallel_size": 2})
+    found = candidates(pinned, 8, 4, 16)
+    assert {(each.pp, each.zero_stage) for each in found} == {(2, 2)}
+    assert {each.tp for each in found} == {1, 2, 4}  # within a node
+    assert {each.num_microbatches for each in found} == {2, 4, 8}
+    for layout in found:
+        assert not is_open(layout.of(pinned))
+
+
+def _fitted(links: str, model: type[L.LightningModule] = Wide, data: Any = None) -> tuple[Any, str, str, Any]:
+    """On every rank: the state, the layout, why, and the samples that a rank saw."""
+    with pytest.MonkeyPatch.context() as patched:
+        machine = SLOW_LINKS if links == "slow" else FAST
+        patched.setattr(auto_layout, "measured_machine", lambda *args: machine)
+        L.seed_everything(1, verbose=False)
+        module, strategy = model(), ThreeDStrategy()
+        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=STEPS, enable_checkpointing=False, **QUIET)
+        trainer.fit(module, DataLoader(features(64), BATCH) if data is None else data, DataLoader(features(16), BATCH))
+    assert strategy.choice is not None
+    held = strategy.report()[0].num_parameters
+    return whole_state(trainer), str(strategy.choice.layout), strategy.choice.reason, held
+
+
+def test_a_fit_equals_one_process(workers: WorkerPools) -> None:
+    """Where it is cut, and where its ranks are replicas."""
+    for links, loader in (
+        ("slow", DataLoader(features(64), BATCH)),
+        ("fast", reference_loader(features(64), global_batch_size=2 * BATCH, seed=1)),
+    ):
+        L.seed_everything(1, verbose=False)
+        trainer = L.Trainer(devices=1, max_steps=STEPS, enable_checkpointing=False, **QUIET)
+        trainer.fit(module := Wide(), loader, DataLoader(features(16), BATCH))
+        ranks = workers(2).run(_fitted, links)
+        assert_same_state([state for state, *_ in ranks], whole_state(trainer))
+        num = sum(p.numel() for p in module.parameters())
+        for _, layout, _, held in ranks:
+            assert layout.startswith("data 2" if links == "fast" else ("tensor 2", "pipeline 2"))
+            assert (held < num) == (links == "slow")
+
+
+class Manual(Wide):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.mse_loss(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+class WholeParameters(Wide):
+    """Has an optimizer that nobody knows."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        class Own(torch.optim.SGD):
+            pass
+
+        return Own(self.parameters(), lr=1e-3)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in an order of its own."""
+
+    def __iter__(self) -> Any:
+        return iter(features(64))
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "reason"),
+    [
+        (Manual, None, "manual optimization"),
+        (WholeParameters, None, "see parameters whole"),
+        (Wide, partial(DataLoader, Stream(), BATCH), "least time"),
+    ],
+)
+def test_what_only_replicas_can_do(workers: WorkerPools, model: Any, data: Any, reason: str) -> None:
+    for _, layout, why, _ in workers(2).run(_fitted, "slow", model, None if data is None else data()):
+        assert layout.startswith("data 2")
+        assert reason in why
+
+
+def a_model() -> L.LightningModule:
+    """For the command."""
+    return Wide()
+
+
+def a_batch() -> Any:
+    """For the command."""
+    return torch.zeros(64, 8), torch.zeros(64, 4)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = "tests.test_auto_layout"
+    arguments = ["plan", f"{module}.a_model", f"{module}.a_batch", "--world_size", "4", "--inside", "0.01"]
+    main([*arguments, "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["data_parallel_size"] < 4
+    assert planned["seconds"] == pytest.approx(planned["layout"]["predicted"][planned["layout"]["chosen"]]["seconds"])
+    settings = ThreeDConfig.from_mapping(OmegaConf.create(planned["layout"]["settings"]))
+    assert settings.pipeline_parallel_size == planned["pipeline_parallel_size"]
+    main(arguments)
+    assert "predicted steps" in capsys.readouterr().out
