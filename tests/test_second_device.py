@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.transfers import SideStreams
+from lightning_3d.callbacks import Telemetry
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trainer import parallel_model
 from lightning_3d.zero.offload import steps
@@ -259,6 +260,24 @@ def test_steps_wait_for_the_device_where_is_known(
     ranks: RanksOf, layout: str, model: type[TinyGPT], precision: str, expected: Any
 ) -> None:
     assert tuple(ranks(2).run(_reads, LAYOUTS[layout], model, precision)) == expected
+
+
+def _telemetry(layout: Layout) -> tuple[dict[str, float], dict[str, float]]:
+    seen, telemetry = StepReads(first=4, last=5), Telemetry(8)  # those two are not measured, the eighth is
+    fitted(layout, LogsLoss, callbacks=[seen, telemetry], batches=8, epochs=1, accelerator=device.NAME)
+    return seen.by_step(), telemetry.metrics
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"), [("pp2", {"bubble", "communication_pp"}), ("zero3", {"communication_dp"})]
+)
+def test_telemetry_measures_by_events_of_the_device(ranks: RanksOf, layout: str, parts: set[str]) -> None:
+    for reads, metrics in ranks(2).run(_telemetry, LAYOUTS[layout]):
+        assert reads in ({}, SHARES)
+        phases = {"data", "forward", "backward", "optimizer", "other"} | parts
+        assert all(metrics[f"time/{phase}"] > 0 for phase in phases)
+        assert sum(metrics[f"time/{phase}"] for phase in phases) == pytest.approx(metrics["time/step"], rel=1e-3)
+        assert metrics["tflops_per_device"] > 0
 
 
 def _waits_of_offload(precision: Any, window: float) -> tuple[dict[str, float], int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ SHARE = 0.9
 """The part of a device's free memory that is planned with: predictions and allocators are not exact."""
 
 _MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -38,6 +41,15 @@ def available_memory(device: torch.device, world_size: int, held: int) -> int:
     lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
     free = int(lines["MemAvailable"].split()[0]) * 1024 // _num_local_ranks(world_size)
     return int(SHARE * min(free + held, total))
+
+
+def host_memory() -> tuple[int | None, int]:
+    """Bytes of the host's memory that this process has now, if the system tells, and at most so far."""
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if not _STATM.exists():
+        return None, peak
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"), peak
 
 
 def workspaces(device: torch.device) -> int:

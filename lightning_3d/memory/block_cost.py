@@ -43,7 +43,16 @@ def _flops_of_grouped(input: Sequence[int], weight: Sequence[int], *_: Any, **__
     return 2 * math.prod(input) * weight[-1]
 
 
-FORMULAS = {op: _flops_of_grouped for op in (GROUPED_MM, SCALED_GROUPED_MM)}
+def _flops_of_added(into: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+    """Floating-point operations of a product that is added in place."""
+    return 2 * math.prod(left) * right[-1]
+
+
+FORMULAS = {
+    GROUPED_MM: _flops_of_grouped,
+    SCALED_GROUPED_MM: _flops_of_grouped,
+    torch.ops.aten.addmm_: _flops_of_added,
+}
 """Formulas of products that torch's counter of operations does not know."""
 
 FLOPS_PER_BYTE = 32

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,7 @@ from lightning_3d.model.snapshot import refill
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.fsdp import is_refusal_of_changes
 from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler, parameters_of
+from lightning_3d.torch_internals.profiling import named
 
 _FORWARD = "forward"
 
@@ -278,9 +279,8 @@ class BlockRunner:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_present()
-        if self.offloaded is None or self.route is None:
-            return self._keep_little(*args, **kwargs)
-        with self.offloaded():
+        offloaded = nullcontext() if self.offloaded is None or self.route is None else self.offloaded()
+        with named(self.fqn), offloaded:
             return self._keep_little(*args, **kwargs)
 
     def _keep_little(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,8 @@ same on every rank.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -118,7 +119,8 @@ class PipelineEngine:
         self._group = mesh.group("pp")
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
-        self._recorder: SpanRecorder | None = None  # measures the steps that run
+        self.recorder: SpanRecorder | None = None
+        """Measures the steps that run, the same on all ranks; waits for others are its phase "waiting"."""
         self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
         self._joiner = Joiner()
         norms = Norms(module, router, [block.fqn for block in plan.blocks if len(plan.ranks_of(block)) > 1])
@@ -181,12 +183,8 @@ class PipelineEngine:
         step = self._step(name, batch, rest, number=number, backward=backward, loss_scale=loss_scale)
         schedule = self._schedule(step)
         with self._effects.begin(number):
-            if self._recorder is not None:
-                torch.distributed.barrier(self._group)
-                self._recorder.begin()
-                self._planned = schedule.planned()
-            with autocast_cache(enabled=backward):  # all microbatches read the same copies of weights
-                schedule.run(step.forward, self._around_backward, self._recorder)
+            with autocast_cache(enabled=backward), self._measured(schedule):  # all microbatches read the same casts
+                schedule.run(step.forward, self._around_backward, self.recorder)
             step.finish()
         reports = share(
             step.reports,
@@ -198,6 +196,19 @@ class PipelineEngine:
         own = [min(report.stage, self._stages.last) in self._stages.own for report in reports]
         self._effects.apply([(report.effects, is_own) for report, is_own in zip(reports, own, strict=True)])
         return tree_map_only(Tensor, lambda leaf: leaf.to(self._device), reports[-1].output)
+
+    @contextmanager
+    def _measured(self, schedule: Schedule) -> Iterator[None]:
+        """Around a schedule, which a recorder measures from when all ranks begin until all have ended."""
+        if self.recorder is None:
+            yield
+            return
+        self._planned = schedule.planned()
+        with self.recorder.during("waiting"):
+            dist.barrier(self._group)
+            self.recorder.begin()
+            yield
+            dist.barrier(self._group)
 
     def _step(self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any) -> PipelineStep:
         """Split the batch, and decide how the step is made of its microbatches.
@@ -246,14 +257,14 @@ class PipelineEngine:
 
     def start_timeline(self) -> None:
         """Measure the steps that follow. Every rank calls it."""
-        self._recorder = SpanRecorder(self._device)
+        self.recorder = SpanRecorder(self._device)
 
     def finish_timeline(self) -> Timeline:
         """The spans measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
-        assert self._recorder is not None, "start_timeline comes first"
+        assert self.recorder is not None, "start_timeline comes first"
         measured: list[tuple[Span, ...]] = [()] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(measured, tuple(self._recorder.spans), group=self._group)
-        self._recorder = None
+        torch.distributed.all_gather_object(measured, self.recorder.runs()[-1], group=self._group)
+        self.recorder = None
         return Timeline(name=self._plan.schedule, planned=self._planned, measured=tuple(measured))
 
     def _flow(self, call: StepCall, *, with_tail: bool) -> StageFlow:

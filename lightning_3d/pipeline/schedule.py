@@ -26,6 +26,7 @@ from lightning_3d.planning.schedule_order import KINDS, Computation, Kind, order
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.planning.timing import Span, play
 from lightning_3d.torch_internals.pipelining import InOrder, ShapedStage, splittable
+from lightning_3d.torch_internals.profiling import named
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SPLITTING = ("interleaved_zero_bubble", "zbv")
@@ -184,7 +185,7 @@ class _Stage(ShapedStage):
 
     def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         if self.recorder is None:
-            return nullcontext()
+            return named("stage", self.stage_index, kind, microbatch)
         return self.recorder.measure(kind, self.stage_index, microbatch)
 
     @contextmanager

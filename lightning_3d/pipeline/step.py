@@ -22,6 +22,7 @@ from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.pipeline.whole_tail import WholeTail, loss_to_come
 from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
@@ -99,7 +100,7 @@ class PipelineStep:
         if self.unfollowed:
             return
         if self.tail is not None and not self.tail.trains and self.stages.last in self.stages.own:
-            with torch.no_grad():
+            with torch.no_grad(), no_dispatch_modes():  # they have seen this code run by microbatch
                 self._run_tail(self.tail)
 
     def _run_tail(self, tail: WholeTail) -> None:

@@ -44,7 +44,7 @@ def play(
                 computation = kind, stage, microbatch = queue.popleft()
                 start = max([played[-1].end if played else 0.0, *map(ends.__getitem__, needed)])
                 end = start + _SHARES[kind] * times[stage]
-                ends[computation._replace(kind="input") if kind == "backward" else computation] = end
+                ends[_done(computation)] = end
                 played.append(Span(kind=kind, stage=stage, microbatch=microbatch, start=start, end=end))
     return tuple(tuple(played) for played in spans)
 
@@ -54,6 +54,23 @@ def idle_share(spans: Sequence[Sequence[Span]]) -> float:
     flat = [span for rank in spans for span in rank]
     total = max(span.end for span in flat) - min(span.start for span in flat)
     return 1.0 - sum(span.end - span.start for span in flat) / (total * len(spans)) if total else 0.0
+
+
+def bubble(spans: Sequence[Sequence[Span]], rank: int) -> float:
+    """The time in which a rank computes nothing, since what it needs is computed, or other ranks have not ended.
+
+    The rest of its time between computations goes into sending and receiving.
+    """
+    flat = [span for rank in spans for span in rank]
+    num_stages = max(span.stage for span in flat) + 1
+    ends = {_done(Computation(span.kind, span.stage, span.microbatch)): span.end for span in flat}
+    waited, free = 0.0, 0.0
+    for span in spans[rank]:
+        needed = _needed(Computation(span.kind, span.stage, span.microbatch), num_stages)
+        ready = max(map(ends.__getitem__, needed), default=0.0)
+        waited += max(min(ready, span.start) - free, 0.0)
+        free = span.end
+    return waited + max(span.end for span in flat) - free
 
 
 def makespan(
@@ -68,6 +85,11 @@ def makespan(
     """
     spans = play(schedule_order(schedule, stage_ranks, num_microbatches), stage_times)
     return max(span.end for rank in spans for span in rank), idle_share(spans)
+
+
+def _done(computation: Computation) -> Computation:
+    """The computation as others need it: they need of a whole backward its gradients of inputs."""
+    return computation._replace(kind="input") if computation.kind == "backward" else computation
 
 
 def _needed(computation: Computation, num_stages: int) -> set[Computation]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.types import _Stateful
@@ -53,6 +53,26 @@ def epochs_begun(trainer: Trainer, begin: Callable[[Fetcher, Callable[[], None]]
 
     with attributes_replaced(loop, {"on_run_start": start, "reset": quiet}):
         yield
+
+
+@contextmanager
+def around_fetches(trainer: Trainer, around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let each fetch of a training batch, which has begun before, run inside of this."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    original = type(fetcher).__next__
+
+    def fetch(of: Fetcher) -> Any:
+        with around() if of is trainer.fit_loop._data_fetcher else nullcontext():
+            return original(of)
+
+    with attributes_replaced(type(fetcher), {"__next__": fetch}):
+        yield
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step that Lightning tells loggers with what a module logs."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def iterates_anew(trainer: Trainer) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.dtensor import spec_of
+from lightning_3d.torch_internals.modules import attributes_replaced
 
 
 def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
@@ -26,6 +29,19 @@ def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
         for parameter, gradient in gradients:
             if gradient is not None:
                 parameter.grad = gradient
+
+
+@contextmanager
+def waits_replaced(run: Callable[..., Any]) -> Iterator[None]:
+    """Let units call ``run(group, call)`` where the present stream waits for parameters, or for reduced gradients."""
+
+    def replaced(name: str) -> Callable[[FSDPParamGroup], Any]:
+        original = getattr(FSDPParamGroup, name)
+        return lambda units: run(units._all_gather_process_group, lambda: original(units))
+
+    names = ("wait_for_unshard", "finalize_backward")
+    with attributes_replaced(FSDPParamGroup, {name: replaced(name) for name in names}):
+        yield
 
 
 def is_hook_of_fsdp(hook: object) -> bool:

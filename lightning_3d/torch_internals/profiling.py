@@ -1,12 +1,22 @@
-"""Memory of the CPU as torch's allocator hands it out, by the events of its profiler."""
+"""Torch's profiler: names in its profiles; and by its events memory of the CPU as torch's allocator hands it out."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
+
+
+def named(name: str, *further: object) -> AbstractContextManager[Any]:
+    """Name the code inside, by this and what follows it, in torch's profile, if one is made."""
+    if not profiler._is_profiler_enabled:
+        return nullcontext()
+    return record_function(" ".join(map(str, (name, *further))))
+
 
 _MARK = "lightning_3d: the step whose memory is measured"
 

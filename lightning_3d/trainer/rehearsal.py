@@ -2,7 +2,7 @@
 
 Planning traces a step before there are optimizers, and before the hooks that a loop calls first. Most steps read
 neither. For one that fails without, optimizers are made and those hooks are called, all to be undone and done again at
-their time. Hooks of Lightning's own callbacks leave nothing that a step reads.
+their time. Hooks of callbacks of Lightning and of this package leave nothing that a step reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, 
     """
     strategy = trainer.strategy
     assert isinstance(strategy, ParallelStrategy)
-    callbacks = [c for c in callbacks_of(trainer) if not type(c).__module__.startswith("lightning.")]
+    callbacks = [c for c in callbacks_of(trainer) if not type(c).__module__.startswith(("lightning.", "lightning_3d."))]
     with ExitStack() as stack:
         stack.enter_context(preserved(module))
         stack.enter_context(_parameters_kept(module))

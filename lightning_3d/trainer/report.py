@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.device_memory import host_memory
 from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
 from lightning_3d.memory.held import held_memory
 from lightning_3d.memory.rank_memory import HeldMemory
@@ -119,5 +118,4 @@ def _num_elements(tensors: Iterable[Tensor]) -> int:
 def _peak_memory(device: torch.device) -> int:
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return host_memory()[1]

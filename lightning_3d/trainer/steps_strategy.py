@@ -20,7 +20,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.microbatches import detached_from_inference
-from lightning_3d.pipeline.spans import Timeline
+from lightning_3d.pipeline.spans import SpanRecorder, Timeline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.optimizers import TrainedOptimizers
@@ -191,7 +191,7 @@ class StepsStrategy(RanksStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self._parts.zero.settle()
+        self.settle()
 
     # ---- what users call
 
@@ -218,6 +218,15 @@ class StepsStrategy(RanksStrategy):
         if self._trained is None or self._trained.meter is None:
             raise StepError("The memory of steps is predicted and measured with a budget: set activations.budget")
         self._trained.meter.profiles = True
+
+    def measure_steps(self, recorder: SpanRecorder | None) -> None:
+        """Have the schedules of the steps that follow measured by this, or by none. Every rank calls it."""
+        if (engine := self._parts.runner.engine) is not None:
+            engine.recorder = recorder
+
+    def settle(self) -> None:
+        """Wait for what the last step still communicates."""
+        self._parts.zero.settle()
 
     def start_timeline(self) -> None:
         """Measure the pipeline steps that follow. Every rank calls it.

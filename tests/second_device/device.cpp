@@ -21,6 +21,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -35,6 +36,7 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::Stream;
 using c10::StreamId;
+using Clock = std::chrono::steady_clock;
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr DeviceIndex kDevices = 4;
@@ -74,10 +76,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
-    static int recorded;
-    *event = &recorded;
+    if (*event == nullptr) *event = new Clock::time_point;
+    *static_cast<Clock::time_point*>(*event) = Clock::now();
   }
-  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    delete static_cast<Clock::time_point*>(event);
+  }
+  double elapsedTime(void* start, void* end, const DeviceIndex) const override {
+    auto moment = [](void* event) { return *static_cast<Clock::time_point*>(event); };
+    return std::chrono::duration<double, std::milli>(moment(end) - moment(start)).count();
+  }
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const Stream&) const override { return true; }

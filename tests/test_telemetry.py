@@ -1,0 +1,227 @@
+"""`Telemetry`: what it tells is what was so, and the run is what it is without it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_3d import ConfigError, StepError
+from lightning_3d.callbacks import ScheduleTimeline, Telemetry
+from lightning_3d.callbacks.peaks import peak_tflops
+from lightning_3d.planning.timing import Span, bubble
+from tests.models import TinyGPT, TinyMLP, features, tokens
+from tests.parity import Layout, fitted
+from tests.workers import WorkerPools
+
+
+class GPT(TinyGPT):
+    """Returns more than numbers, so that a pipeline runs its head on the whole batch, too."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "labels": batch[1].tolist()}
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+STEPS, EVERY = 8, 3
+SETTINGS: dict[str, Any] = {"batches": 2 * STEPS, "epochs": 1, "limit_val_batches": 1, "accumulate_grad_batches": 2}
+
+CASES: dict[str, tuple[Layout, type[L.LightningModule], set[str]]] = {
+    "one": (Layout(), GPT, set()),
+    "pp": (Layout(pp=2, num_microbatches=2), GPT, {"communication_pp", "bubble"}),
+    "recomputed": (
+        Layout(dp=2, zero=3, activations={"recompute": "full"}),
+        GPT,
+        {"communication_dp"},
+    ),
+    "inline": (Layout(pp=2, mode="inline"), TinyMLP, {"communication_pp"}),
+}
+
+
+def _run(case: str, folder: str) -> dict[str, Any]:
+    layout, model, _ = CASES[case]
+    data = tokens if model is GPT else features
+    telemetry = Telemetry(EVERY, peak_tflops=0.5, csv=f"{folder}/rows.csv", trace=f"{folder}/traces")
+    without, with_it = Losses(), Losses()
+    fitted(layout, model, data=data, callbacks=[without], **SETTINGS)
+    logger = CSVLogger(folder, flush_logs_every_n_steps=1)
+    fitted(layout, model, data=data, callbacks=[with_it, telemetry], **SETTINGS, logger=logger)
+    return {"metrics": telemetry.metrics, "losses": (without.losses, with_it.losses)}
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def _flops_of_step(model: L.LightningModule, data: Dataset[Any]) -> int:
+    """Those of the two batches of a step of one process."""
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    batch = tuple(torch.stack(leaves) for leaves in zip(*(data[i] for i in range(8)), strict=True))
+    with FlopCounterMode(display=False) as counter:
+        output = model.training_step(batch, 0)
+        (output["loss"] if isinstance(output, dict) else output).backward()
+    return 2 * counter.get_total_flops()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_tell_what_was_so_and_change_nothing(workers: WorkerPools, tmp_path: Path, case: str) -> None:
+    layout, model, parts = CASES[case]
+    outcomes = workers(layout.world_size).run(_run, case, str(tmp_path))
+    metrics = outcomes[0]["metrics"]
+    for outcome in outcomes:
+        assert outcome["losses"][0] == outcome["losses"][1]
+        assert outcome["metrics"] == metrics
+
+    phases = {"data", "forward", "backward", "optimizer", "other"} | parts
+    times = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+    assert times.keys() == phases | {"step"}
+    assert sum(times[phase] for phase in phases) == pytest.approx(times["step"], rel=1e-9)
+    assert all(times[phase] > 0 for phase in phases)
+    assert metrics["samples_per_second"] * metrics["seconds_per_step"] == pytest.approx(16)
+    assert ("tokens_per_second" in metrics) == (model is GPT)
+    if model is GPT:
+        assert metrics["tokens_per_second"] * metrics["seconds_per_step"] == pytest.approx(16 * 16)
+    flops = metrics["tflops_per_device"] * 1e12 * layout.world_size * metrics["seconds_per_step"]
+    assert flops == pytest.approx(_flops_of_step(model(), (tokens if model is GPT else features)(8)), rel=1e-9)
+    assert metrics["mfu"] == pytest.approx(metrics["tflops_per_device"] / 0.5)
+    assert 0 < metrics["gradient_norm"] < 100
+    assert 2**20 < metrics["memory/host"] <= metrics["memory/host_peak"] + 2**20
+
+    rows = _rows(tmp_path / "rows.csv")
+    assert [row["step"] for row in rows] == ["3", "6"]
+    assert all(float(row[f"memory/host_peak/rank{i}"]) > 2**20 for row in rows for i in range(layout.world_size))
+    assert float(rows[-1]["time/forward"]) == times["forward"]
+    logged = _rows(next(tmp_path.glob("lightning_logs/*/metrics.csv")))
+    assert [float(row["time/step"]) for row in logged if row["time/step"]] == [float(r["time/step"]) for r in rows]
+
+    for rank in range(layout.world_size):
+        events = json.loads((tmp_path / "traces" / f"rank{rank}.json").read_text())["traceEvents"]
+        names = {event["name"] for event in events if "name" in event}
+        blocks = [f"blocks.{i}" for i in range(4)] if model is GPT else [f"layers.{i}" for i in range(6)]
+        own = {name for name in blocks if name in names}
+        assert own if layout.pp > 1 else own == set(blocks)
+        stages = {f"stage {rank} {kind} {i}" for kind in ("forward", "backward") for i in range(2)}
+        assert (stages <= names) == (case == "pp")
+
+
+class Sleeps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.03)
+        return x
+
+
+class SleepyData(Dataset[Any]):
+    def __init__(self, num_samples: int) -> None:
+        self._data = features(num_samples)
+
+    def __len__(self) -> int:
+        return len(self._data)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return self._data[index]
+
+
+class Sleepy(TinyMLP):
+    """Its last block takes 30 ms for a microbatch, and its optimizer 40 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 4), Sleeps()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: time.sleep(0.04))
+        return optimizer
+
+
+class Clock(L.Callback):
+    ends: list[float]
+
+    def on_train_start(self, *_: Any) -> None:
+        self.ends = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def _sleep() -> tuple[dict[str, float], float]:
+    telemetry, clock = Telemetry(5), Clock()
+    layout = Layout(pp=2, num_microbatches=4)
+    fitted(layout, Sleepy, data=SleepyData, callbacks=[clock, telemetry], batches=5, epochs=1, limit_val_batches=0)
+    return telemetry.metrics, clock.ends[-1] - clock.ends[-2]
+
+
+def test_time_is_told_where_it_goes(workers: WorkerPools) -> None:
+    metrics, seconds = workers(2).run(_sleep)[0]
+    assert metrics["time/data"] >= 0.04  # 8 samples
+    assert 0.06 <= metrics["time/forward"] < metrics["time/step"] - 0.12  # 4 microbatches, a mean of two ranks
+    assert metrics["time/optimizer"] >= 0.04
+    assert metrics["time/bubble"] >= 0.05  # one rank waits for most of the forwards of the other
+    assert metrics["time/step"] <= seconds < metrics["time/step"] + 0.15
+
+
+def test_what_waits_for_computations_is_a_bubble() -> None:
+    def span(kind: Any, stage: int, start: float, end: float) -> Span:
+        return Span(kind=kind, stage=stage, microbatch=0, start=start, end=end)
+
+    first = [span("forward", 0, 0.0, 1.0), span("backward", 0, 5.0, 7.0)]
+    second = [span("forward", 1, 1.5, 2.5), span("backward", 1, 2.5, 4.5)]  # both receive for half a second
+    assert bubble([first, second], 0) == pytest.approx(3.5)
+    assert bubble([first, second], 1) == pytest.approx(1.0 + 2.5)
+
+
+def test_peaks_are_those_of_dense_products() -> None:
+    assert peak_tflops("NVIDIA H100 80GB HBM3", torch.bfloat16, "highest") == 989.4
+    assert peak_tflops("NVIDIA H100 PCIe", torch.float16, "highest") == 756
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", torch.float32, "high") == 156
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", torch.float32, "highest") == 19.5
+    assert peak_tflops("NVIDIA GB200", torch.bfloat16, "highest") == 2500
+    assert peak_tflops("NVIDIA RTX A1000", torch.bfloat16, "highest") is None
+    assert peak_tflops("NVIDIA H100 80GB HBM3", torch.float64, "highest") is None
+
+
+@pytest.mark.parametrize("settings", [{"every_n_steps": 0}, {"peak_tflops": 0.0}])
+def test_values_are_checked(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(settings))}=.* must be"):
+        Telemetry(**settings)
+
+
+def test_others_that_measure_the_same_are_refused(tmp_path: Path) -> None:
+    fit: dict[str, Any] = {"data": features, "batches": 1, "epochs": 1, "limit_val_batches": 0}
+    with pytest.raises(StepError, match="strategy='3d'"):
+        fitted(None, TinyMLP, callbacks=[Telemetry()], **fit)
+    with pytest.raises(ConfigError, match="ScheduleTimeline"):
+        fitted(Layout(), TinyMLP, callbacks=[Telemetry(), _Timeline()], **fit)
+    with pytest.raises(ConfigError, match="PyTorchProfiler"):
+        fitted(Layout(), TinyMLP, callbacks=[Telemetry(trace=tmp_path)], profiler=_Profiler(), **fit)
+
+
+class _Timeline(ScheduleTimeline):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None: ...
+
+
+class _Profiler(PyTorchProfiler):
+    def __del__(self) -> None:
+        """Lightning's fails where no action has begun."""
