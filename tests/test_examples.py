@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import sys
+from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from examples.gpt import GPT, StdlibText
 from lightning_3d import ThreeDStrategy
 from tests.parity import QUIET
 from tests.scripts import ROOT, start
-from tests.workers import free_port
+from tests.workers import WorkerPools, free_port
 
 EXAMPLES = ROOT / "examples"
 LIMIT = 240.0
@@ -154,6 +157,33 @@ def test_notebook(tmp_path: Path) -> None:
     assert "2 ranks = pipeline 1 x data 2" in output
     before, after = map(float, output.split()[-2:])
     assert after < before < 0.5
+
+
+def _short(name: str, arguments: dict[str, int]) -> str:
+    """What an example prints on a rank."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        import_module(f"examples.{name}").main(devices=2, **arguments)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("lora", {"max_steps": 8}),
+        ("image_classifier", {"max_steps": 8}),
+        ("gan", {"max_steps": 100}),
+        ("diffusion", {"max_steps": 4}),
+        ("from_deepspeed", {"max_steps": 4}),
+        ("from_deepspeed", {"max_steps": 4, "pipeline_parallel_size": 2}),
+        ("from_fsdp", {"max_steps": 8}),
+    ],
+)
+def test_learns(name: str, arguments: dict[str, int], workers: WorkerPools) -> None:
+    printed, of_other = workers(2).run(_short, name, arguments)
+    before, after = map(float, printed.split()[-3::2])
+    assert after < before, printed
+    assert "->" not in of_other
 
 
 @pytest.mark.parametrize("name", [file.stem for file in (EXAMPLES / "hydra/conf/strategy").iterdir()])
