@@ -1,7 +1,6 @@
 """A GAN with manual optimization learns a ring of points in the plane: two optimizers, each with its own loss.
 
 python examples/gan.py
-python examples/gan.py --pipeline_parallel_size 2        runs inline: each network's blocks on both devices
 """
 
 from __future__ import annotations
