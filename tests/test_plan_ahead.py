@@ -14,11 +14,12 @@ import torch
 
 from lightning_3d.cli import main
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.timing import makespan
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.ahead import plan_ahead
+from lightning_3d.trainer.ahead import Ahead, PlannedAhead
 from tests.models import TinyGPT
 from tests.parity import Layout
 from tests.test_budget import GPT, LARGE, _plan, long_tokens
@@ -30,6 +31,13 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
     "zero3": (Layout(dp=2, zero=3), "32-true"),
     "tp2-interleaved": (Layout(pp=2, tp=2, num_microbatches=2, schedule="interleaved"), "bf16-mixed"),
 }
+
+
+def _planned(
+    module: L.LightningModule, batch: Any, config: ThreeDConfig, world_size: int, precision: Any = "32-true"
+) -> PlannedAhead:
+    ahead = Ahead.without_trainer(module, batch, config, ThreeDPrecision(precision), num_states=2)
+    return ahead.plan(config, resolve_mesh_shape(config, world_size), memory=None)
 
 
 def _run(layout: Layout, precision: str) -> Plan:
@@ -44,13 +52,8 @@ def test_it_is_the_plan_that_runs(workers: WorkerPools, name: str) -> None:
     with torch.device("meta"):
         module = GPT()
     tokens, targets = zip(*[long_tokens(8 // layout.dp)[i] for i in range(8 // layout.dp)], strict=True)
-    planned = plan_ahead(
-        module,
-        (torch.stack(tokens), torch.stack(targets)),
-        layout.strategy().config,
-        layout.world_size,
-        precision=ThreeDPrecision(precision),  # type: ignore[arg-type]
-    )
+    batch = torch.stack(tokens), torch.stack(targets)
+    planned = _planned(module, batch, layout.strategy().config, layout.world_size, precision)
     assert (planned.plan.blocks, planned.plan.stages) == (runs.blocks, runs.stages)
     for ahead, row in zip(planned.plan.memory, runs.memory, strict=True):
         for kind in ("weights", "gradients", "optimizer_states", "batch"):
@@ -93,6 +96,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     with pytest.raises(SystemExit):
         main([*arguments, "--memory", "0.0001"])
     assert "but activations.budget is 0.1 MiB" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*arguments, "--world_size", "0"])
+    assert "0 ranks" in capsys.readouterr().err
     for model, reason in {
         "tests.models.Nothing": "can't be imported",
         "Nothing": "is no import path",
@@ -160,16 +166,14 @@ def test_buffers_may_be_read() -> None:
     with torch.device("meta"):
         module = Rotating()
     for config in (ThreeDConfig(), ThreeDConfig(pipeline_parallel_size=2)):
-        assert plan_ahead(module, a_batch(), config, 2, precision=ThreeDPrecision()).plan.memory
+        assert _planned(module, a_batch(), config, 2).plan.memory
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    planned = partial(plan_ahead, TinyGPT(), a_batch(), precision=ThreeDPrecision())
+    planned = partial(_planned, TinyGPT(), a_batch())
     with pytest.raises(ConfigError, match="world size 3 is not divisible"):
         planned(ThreeDConfig(pipeline_parallel_size=2), 3)
-    with pytest.raises(ConfigError, match="0 ranks"):
-        planned(ThreeDConfig(), 0)
     with pytest.raises(PlanError, match="training_step fails without weights"):
-        plan_ahead(TinyGPT(), "text", ThreeDConfig(), 2, precision=ThreeDPrecision())
+        _planned(TinyGPT(), "text", ThreeDConfig(), 2)
     with pytest.raises(PlanError, match="inline"):
         planned(ThreeDConfig.from_mapping({"pipeline_parallel_size": 2, "pipeline": {"mode": "inline"}}), 2)

@@ -91,36 +91,6 @@ class PlannedAhead:
         }
 
 
-def plan_ahead(
-    module: LightningModule,
-    batch: Any,
-    config: ThreeDConfig,
-    world_size: int,
-    *,
-    precision: ThreeDPrecision,
-    memory: float | None = None,
-    num_states: int = 2,
-) -> PlannedAhead:
-    """Plan the training of a model, whose weights may be on the meta device, on so many ranks.
-
-    Blocks are looked at as the CPU computes them, and tensor-parallel plans are not proved.
-
-    Args:
-        batch: The batch of one replica.
-        memory: GiB of a device; None if it is not limited.
-        num_states: Numbers that the optimizer keeps for each parameter: 2 for AdamW.
-
-    Raises:
-        ConfigError: the sizes do not fit the number of ranks.
-        PlanError: no layout of this model fits the mesh, or a rank does not fit its memory.
-        TraceError: with ``pipeline.mode="microbatched"``, the stages can't follow the step.
-    """
-    if world_size < 1 or num_states < 0:
-        raise ConfigError(f"{world_size} ranks, {num_states} states of a parameter: use 1 or more, 0 or more")
-    ahead = Ahead.without_trainer(module, batch, config, precision, num_states)
-    return ahead.plan(config, resolve_mesh_shape(config, world_size), memory)
-
-
 class Ahead:
     """Plans one model in several layouts; what is observed of it is shared by those to which it looks the same.
 
