@@ -44,7 +44,16 @@ class StepsStrategy(RanksStrategy):
 
     @property
     def plan(self) -> Plan:
-        """The plan of what lies where; there once the Trainer has set the strategy up. Printable by rich."""
+        """The plan of what lies where; there once the Trainer has set the strategy up. Printable by rich.
+
+        Raises:
+            StepError: This process has no model yet, or never, as that of a notebook whose ranks are others.
+        """
+        if self._parallel is None:
+            raise StepError(
+                "strategy.plan is there once a Trainer has set the model up in this process: read it from on_fit_start"
+                " on; with the ranks of a notebook, which are other processes, only in a callback"
+            )
         return self._parts.present_plan
 
     @property
