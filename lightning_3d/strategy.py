@@ -110,7 +110,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         given = locals()
         config = ThreeDConfig.from_mapping({field.name: given[field.name] for field in fields(ThreeDConfig)})
         super().__init__(config, process_group_backend, timeout, heartbeat_timeout)
-        self._given = config  # before a fit chooses what it leaves open
+        self._given: ThreeDConfig | None = None  # before a fit chose what it leaves open
         self.choice: Choice | None = None
         """The layout that a fit has chosen, and why."""
         self._checkpoints = self._new_checkpoints()
@@ -186,8 +186,8 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self._restores_late = self._resuming = self._resumes = None
         trainer, parallel = self._module.trainer, self._parallel
         is_ready = parallel is not None and is_laid_out(self._module, parallel.layout)  # by this strategy, and as it is
-        if not is_ready:
-            self.config = self._given
+        if not is_ready and self._given is not None:
+            self.config, self._given = self._given, None
         super().setup_environment()
         plans = trainer.state.fn == TrainerFn.FITTING and self.config.activations.plans_memory
         if parallel is None or not is_ready or (plans and parallel.budget is None):  # planned without a training step
@@ -237,7 +237,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
             self.num_processes,
         )
         if self.choice is not None:
-            self.config = self.choice.of(self.config)
+            self._given, self.config = self.config, self.choice.of(self.config)
             self._make_mesh()
 
     def _made_parallel(self, trainer: Trainer) -> ParallelModel:

@@ -208,14 +208,18 @@ def test_values_are_checked(settings: dict[str, Any]) -> None:
         Telemetry(**settings)
 
 
-def test_others_that_measure_the_same_are_refused(tmp_path: Path) -> None:
+def _refusals() -> None:
     fit: dict[str, Any] = {"data": features, "batches": 1, "epochs": 1, "limit_val_batches": 0}
     with pytest.raises(StepError, match="strategy='3d'"):
         fitted(None, TinyMLP, callbacks=[Telemetry()], **fit)
     with pytest.raises(ConfigError, match="ScheduleTimeline"):
         fitted(Layout(), TinyMLP, callbacks=[Telemetry(), _Timeline()], **fit)
     with pytest.raises(ConfigError, match="PyTorchProfiler"):
-        fitted(Layout(), TinyMLP, callbacks=[Telemetry(trace=tmp_path)], profiler=_Profiler(), **fit)
+        fitted(Layout(), TinyMLP, callbacks=[Telemetry(trace="traces")], profiler=_Profiler(), **fit)
+
+
+def test_others_that_measure_the_same_are_refused(workers: WorkerPools) -> None:
+    workers(1).run(_refusals)
 
 
 class _Timeline(ScheduleTimeline):
