@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +44,7 @@ from lightning_3d.parts.layout import (
 )
 from lightning_3d.planning.layouts import Choice, is_open
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.trainer.auto_layout import choose_layout
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
@@ -242,7 +243,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
 
     def _made_parallel(self, trainer: Trainer) -> ParallelModel:
         check_model(self._module, self.config, self.mesh.shape)
-        assert isinstance(self._launcher, lightning_helpers.RunLauncher)
+        assert isinstance(self._launcher, RunLauncher)
         self._is_empty = is_on_meta(self._module)
         self._early = WeakIdKeyDictionary({p: fqn for fqn, p in self._module.named_parameters()})
         self._precision.convert(self._module, self.config.precision, self.root_device)
@@ -307,6 +308,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         offloads = self.config.zero.offload_optimizer != "none"
         return gather_reports(self._module, self.optimizers, self.mesh, self.root_device, offloads=offloads)
 
+    @override
     @contextmanager
     def summon_full_params(self, module: nn.Module | None = None, *, writeback: bool = True) -> Iterator[None]:
         """Let the model be plain and whole on every rank inside, as one process has it, in every layout: to be read,
@@ -331,10 +333,6 @@ class ThreeDStrategy(Configured, StepsStrategy):
         parts.zero.settle()
         with summoned(parts.layout, module, self._met, is_in_parts=self._is_in_parts, writeback=writeback):
             yield
-
-    @override
-    def _full_weights(self) -> AbstractContextManager[None]:
-        return self.summon_full_params(writeback=False)
 
     # ---- checkpoints
 

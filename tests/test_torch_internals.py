@@ -47,6 +47,7 @@ from lightning_3d.torch_internals import (
     distributions,
     fake_tensors,
     joint_graph,
+    launchers,
     lightning_helpers,
     modules,
     optimizers,
@@ -345,14 +346,14 @@ def test_what_a_compiled_backward_computes_again(is_marked: bool) -> None:
     assert not capture.is_captured(torch.ones(2))
 
 
-@canary(lightning_helpers, "ProcessObserver")
+@canary(launchers, "ProcessObserver")
 def test_a_process_may_end_by_itself_where_one_that_it_started_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[object] = []
-    monkeypatch.setattr(lightning_helpers.time, "sleep", did.append)
+    monkeypatch.setattr(launchers.time, "sleep", did.append)
     monkeypatch.setattr(os, "kill", lambda *args: did.append(args))
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
         process.wait()
-        observer = lightning_helpers.ProcessObserver(-1, [process], 7.0)
+        observer = launchers.ProcessObserver(-1, [process], 7.0)
         assert observer._run()  # one look at the processes
     assert did == [7.0, (-1, signal.SIGKILL)]
 

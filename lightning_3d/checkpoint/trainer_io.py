@@ -47,6 +47,7 @@ from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.tensor.placement import marked
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.engine import Zero
@@ -219,7 +220,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         path = self._strategy.broadcast(path)
         self.saves.wait()
         launcher = self._strategy.launcher
-        if weights_only is None and isinstance(launcher, lightning_helpers.RunLauncher):
+        if weights_only is None and isinstance(launcher, RunLauncher):
             weights_only = launcher.weights_only
         local = local_path(path)
         local = None if local is None else completed(local)

@@ -26,6 +26,7 @@ from lightning_3d.ranks.process_exit import abort_at_end, stay_until
 from lightning_3d.ranks.stops import Stops
 from lightning_3d.ranks.watchdog import Post, Watchdog
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.modules import attributes_replaced
 
 
@@ -37,9 +38,7 @@ class RunControl:
         launcher: Its processes are ended with this one where the main thread of this one can't end.
     """
 
-    def __init__(
-        self, trainer: Trainer, shape: MeshShape, launcher: lightning_helpers.RunLauncher, *, timeout: float
-    ) -> None:
+    def __init__(self, trainer: Trainer, shape: MeshShape, launcher: RunLauncher, *, timeout: float) -> None:
         self._trainer, self._launcher = trainer, launcher
         self._post = Post(
             board=Board.open(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -31,6 +32,7 @@ from lightning_3d.ranks.restarts import store_of_start
 from lightning_3d.ranks.run_control import RunControl
 from lightning_3d.ranks.same_settings import check_same_settings
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.launchers import ForkLauncher, RunLauncher, ScriptLauncher, is_notebook
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
 from lightning_3d.trainer.requirements import refuse_offload
 from lightning_3d.trainer.user_collectives import all_gather, reduce, refuse_in_stages
@@ -114,15 +116,16 @@ class RanksStrategy(ParallelStrategy):
         resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
         refuse_offload(self.config.activations, self.root_device)
         is_on_one_gpu = self.num_processes == 1 and self.root_device.type != "cpu"  # which may be in use already
-        if lightning_helpers.is_notebook(self.cluster_environment) and not is_on_one_gpu:
-            self._launcher = lightning_helpers.ForkLauncher(self, self._fail, self._full_weights)
+        if is_notebook(self.cluster_environment) and not is_on_one_gpu:
+            full_weights = partial(self.summon_full_params, writeback=False)
+            self._launcher = ForkLauncher(self, self._fail, full_weights)
             return
         # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
-        self._launcher = lightning_helpers.ScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, self._fail
-        )
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self._fail)
 
-    def _full_weights(self) -> AbstractContextManager[None]:
+    def summon_full_params(
+        self, module: nn.Module | None = None, *, writeback: bool = True
+    ) -> AbstractContextManager[None]:
         """A context in which the model is as in one process; every rank enters it."""
         raise NotImplementedError
 
@@ -138,7 +141,7 @@ class RanksStrategy(ParallelStrategy):
         if self._rendezvous is None:
             self._rendezvous = Rendezvous.open(self._timeout.total_seconds())
         if shape.world_size > 1:
-            assert isinstance(self._launcher, lightning_helpers.RunLauncher)
+            assert isinstance(self._launcher, RunLauncher)
             seconds = self._heartbeat_timeout.total_seconds()
             self._control = RunControl(self._module.trainer, shape, self._launcher, timeout=seconds)
             self._control.open()

@@ -1,0 +1,157 @@
+"""Launching a run of the Trainer on all ranks, by launchers that Lightning keeps private."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from typing_extensions import override
+
+from lightning_3d.errors import StepError
+
+_UNTIL_ENDED = 10.0  # seconds that a process has to raise and print its error after one that it started has failed
+
+
+class ProcessObserver(_ChildProcessObserver):
+    """Kills the process that started others where one of those has failed, unless it ends by itself in time.
+
+    Lightning 2.6 kills it at once, so that its own error may not be printed.
+
+    Args:
+        patience: Seconds that it has.
+        other arguments: Lightning's.
+    """
+
+    def __init__(self, main_pid: int, child_processes: list[subprocess.Popen[Any]], patience: float) -> None:
+        super().__init__(main_pid, child_processes)
+        self._patience = patience
+
+    @override
+    def _terminate_all(self) -> None:
+        time.sleep(self._patience)  # in a daemon thread, which ends with the process
+        super()._terminate_all()
+
+
+class RunLauncher(_Launcher):
+    """Launches runs of the Trainer such as ``fit``, and sees each of their exceptions before anything is torn down.
+
+    It notes the arguments ``weights_only`` of ``fit``, ``test`` and the like, which Lightning 2.6 does not hand on to
+    strategies that restore after setup, and ``ckpt_path``, which they are told after it.
+    """
+
+    weights_only: bool | None = None
+    ckpt_path: str | os.PathLike[str] | None = None
+    procs: list[Any]
+    """Processes that this one started."""
+    _fail: Callable[[BaseException], Exception | None]
+    """Takes an exception that ends a run; returns another to raise in its place, if any."""
+
+    def failed_children(self) -> Iterator[tuple[int, int]]:
+        """Local rank and exit code of each process that this one started and that has failed."""
+        for local_rank, process in enumerate(self.procs, start=1):
+            if process.poll():
+                yield local_rank, process.returncode
+
+    @contextmanager
+    def _noted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Around a call of the function with these arguments."""
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        self.weights_only, self.ckpt_path = arguments.get("weights_only"), arguments.get("ckpt_path")
+        try:
+            yield
+        except _TunerExitException:  # ends a fit of the Tuner, which is no failure
+            raise
+        except BaseException as error:
+            if (named := self._fail(error)) is None:
+                raise
+            raise named from None  # that a connection was lost says no more
+
+
+class ScriptLauncher(RunLauncher, _SubprocessScriptLauncher):
+    """Starts the other processes of a node by running the script again, unless they were started already."""
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        fail: Callable[[BaseException], Exception | None],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._fail = fail
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return self.num_processes == self.num_nodes == 1  # nothing is started
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        with self._noted(function, *args, **kwargs):
+            self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+            if not (self.cluster_environment.creates_processes_externally or self.is_interactive_compatible):
+                self._call_children_scripts()
+                ProcessObserver(os.getpid(), self.procs, _UNTIL_ENDED).start()
+            _set_num_threads_if_needed(num_processes=self.num_processes)
+            return function(*args, **kwargs)
+
+
+class ForkLauncher(RunLauncher, _MultiProcessingLauncher):
+    """Forks a process for each rank, as for ``ddp_notebook``: in a notebook there is no script to run again.
+
+    The process of the notebook is no rank. It gets the trained weights, the metrics and what ``fit`` or the like gives.
+
+    Args:
+        full_weights: A context, entered by all ranks, in which the model's ``state_dict`` is that of one process.
+    """
+
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        fail: Callable[[BaseException], Exception | None],
+        full_weights: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(strategy, start_method="fork")
+        self._fail, self._full_weights = fail, full_weights
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        def run() -> Any:
+            torch.set_num_threads(1)  # the threads of OpenMP, if this process has had any, are not forked
+            with self._noted(function, *args, **kwargs):
+                return function(*args, **kwargs)
+
+        if dist.is_initialized():  # gloo's threads
+            raise StepError(
+                "Ranks of a notebook are forks of its process, which has process groups already, as after a run on one"
+                " GPU, and these can't be forked: restart the kernel, or run a script."
+            )
+        self.procs = []
+        return super().launch(run, trainer=trainer)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        with self._full_weights():
+            return super()._collect_rank_zero_results(trainer, results)
+
+
+def is_notebook(environment: ClusterEnvironment) -> bool:
+    """Whether Python runs interactively, and nobody else has started its processes."""
+    return _IS_INTERACTIVE and not environment.creates_processes_externally
