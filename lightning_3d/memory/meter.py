@@ -17,13 +17,19 @@ class MemoryMeter:
     Args:
         num_batches: Batches of an optimizer step.
         held: Gives the bytes of tensors before the first step, which the allocator of the CPU does not tell.
+        settle: Waits for what a step still communicates: torch's profiler can crash if it ends while a collective runs.
         done: Takes the peak; None if it could not be measured. Every rank calls it after the same step.
     """
 
     def __init__(
-        self, device: torch.device, num_batches: int, held: Callable[[], int], done: Callable[[int | None], None]
+        self,
+        device: torch.device,
+        num_batches: int,
+        held: Callable[[], int],
+        settle: Callable[[], None],
+        done: Callable[[int | None], None],
     ) -> None:
-        self._device, self._num_batches, self._held, self._done = device, num_batches, held, done
+        self._device, self._num_batches, self._held, self._settle, self._done = device, num_batches, held, settle, done
         self._num_begun, self._at_start = 0, 0
         self._peak: AllocatedPeak | None = None
         self._is_measuring = False
@@ -67,5 +73,8 @@ class MemoryMeter:
     def _measured(self) -> int | None:
         if self._device.type != "cpu":
             return int(torch.accelerator.max_memory_allocated(self._device))
+        if self._peak is None:
+            return None
+        self._settle()
         peak, self._peak = self._peak, None
-        return None if peak is None else self._at_start + peak.stop()
+        return self._at_start + peak.stop()

@@ -16,7 +16,7 @@ from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.errors import PlanError, ThreeDError
+from lightning_3d.errors import ThreeDError
 
 _MOST_PLANNED = 16  # layouts; planning one takes up to seconds
 _MARGIN = 0.05  # predictions that differ by less count as equal
@@ -225,10 +225,11 @@ def search(
     """
     predicted, refused = dict[Layout, Prediction](), dict[Layout, str]()
 
-    def look_at(layout: Layout) -> None:
+    def look_at(layout: Layout, why_not: str | None) -> None:
+        if why_not is not None:
+            refused[layout] = why_not
+            return
         try:
-            if (why := too_large(layout)) is not None:
-                raise PlanError(why)
             predicted[layout] = predict(layout)
         except ThreeDError as error:
             refused[layout] = str(error)
@@ -239,7 +240,7 @@ def search(
     replicas = [each for each in layouts if each.is_replicas]
     for layout in replicas:
         if layout.zero_stage < 3 or not predicted:  # which sends more
-            look_at(layout)
+            look_at(layout, too_large(layout))
     first = ranked(predicted)[0] if predicted else None
     if first is not None:
         share = predicted[first].computing / predicted[first].seconds
@@ -256,10 +257,11 @@ def search(
             least = predicted[first].computing / layout.world_size / (1 - layout.idle)
             if least >= seconds:
                 continue
-        num_left -= too_large(layout) is None
+        why_not = too_large(layout)
+        num_left -= why_not is None
         if num_left < 0:
             break
-        look_at(layout)
+        look_at(layout, why_not)
     if not predicted:
         fallback = (replicas or layouts)[-1]  # which holds the least
         return chosen(fallback, f"none is predicted to fit: {refused.get(fallback, 'too large')}")

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_3d.distributed.machine import Link, Machine, Work
+from lightning_3d.distributed.machine import Machine, Work
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.step_memory import StepMemory
-from lightning_3d.planning.timing import makespan
+from lightning_3d.planning.timing import makespan, sent_by_replicas
 from lightning_3d.zero.buckets import bucket_bytes_of
 
 _CALLS_OF_STAGE = 100  # a microbatch on a stage takes the host as long as so many operators
@@ -92,21 +92,10 @@ def _stage_seconds(plan: Plan, step: StepMemory, machine: Machine, stage: int) -
 
 def _reducing(plan: Plan, machine: Machine, weights: int, num_sharing: int, *, gathers_again: bool) -> float:
     """Seconds in which replicas reduce gradients, and gather what they share."""
-    shape = plan.shape
-    if shape.dp == 1:
-        return 0.0
-    links, number = machine.network(shape.tp * shape.dp), _num_buckets(weights)
-    if num_sharing == 1:
-        return links["all-reduce"].seconds(2 * weights * (shape.dp - 1) / shape.dp, number)
-    if plan.zero_stage == 3:
-        number = len(plan.blocks)
-    ways: list[Link] = [links["reduce-scatter"], links["all-gather"]]
-    ways += [links["all-gather"]] * (plan.zero_stage == 3 and gathers_again)
-    seconds = sum(link.seconds(weights * (num_sharing - 1) / num_sharing, number) for link in ways)
-    if num_sharing < shape.dp:  # an all-reduce of shards between the groups that share
-        groups = shape.dp // num_sharing
-        seconds += links["all-reduce"].seconds(2 * weights / num_sharing * (groups - 1) / groups, number)
-    return seconds
+    links = machine.network(plan.shape.tp * plan.shape.dp)
+    number = len(plan.blocks) if plan.zero_stage == 3 else _num_buckets(weights)
+    sent = sent_by_replicas(plan, weights, num_sharing=num_sharing, gathers_again=gathers_again)
+    return sum(links[kind].seconds(num_bytes, number) for kind, num_bytes in sent)
 
 
 def _num_buckets(weights: int) -> int:

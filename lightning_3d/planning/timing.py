@@ -123,9 +123,24 @@ def sent_bytes(plan: Plan, weights: Sequence[int], *, num_sharing: int, gathers_
         ]
         found["tp"] = num * max(of_ranks)
     if plan.shape.dp > 1:
-        num_collectives = 2 + (plan.zero_stage == 3 and gathers_again)  # each as long as half an all-reduce
-        found["dp"] = int(num_collectives * max(weights) * (num_sharing - 1) / max(num_sharing, 1))
-        if num_sharing < plan.shape.dp:  # an all-reduce of shards between the groups that share
-            groups = plan.shape.dp // max(num_sharing, 1)
-            found["dp"] += int(2 * max(weights) / max(num_sharing, 1) * (groups - 1) / groups)
+        replicas = sent_by_replicas(plan, max(weights), num_sharing=num_sharing, gathers_again=gathers_again)
+        found["dp"] = sum(int(num_bytes) for _, num_bytes in replicas)
+    return found
+
+
+def sent_by_replicas(plan: Plan, weights: int, *, num_sharing: int, gathers_again: bool) -> list[tuple[str, float]]:
+    """The kinds of collectives of replicas in a step, and the bytes that a rank sends in all of each, by rings.
+
+    Args:
+        weights: Bytes of the trained weights of a rank, before ZeRO.
+        other arguments: As for `sent_bytes`.
+    """
+    found = list[tuple[str, float]]()
+    if num_sharing > 1:
+        row = weights * (num_sharing - 1) / num_sharing
+        found += [("reduce-scatter", row), ("all-gather", row)]
+        found += [("all-gather", row)] * (plan.zero_stage == 3 and gathers_again)
+    groups = plan.shape.dp // num_sharing
+    if groups > 1:  # of shards between the groups that share
+        found.append(("all-reduce", 2 * weights / num_sharing * (groups - 1) / groups))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ class TrainedOptimizers:
                 parallel.keep_little(parallel.plan)
             if parallel.budget is not None:
                 num_batches = trainer.accumulate_grad_batches
-                self.meter = MemoryMeter(device, num_batches, lambda: bytes_now(module, optimizers), self._show_memory)
+                held = partial(bytes_now, module, optimizers)
+                self.meter = MemoryMeter(device, num_batches, held, zero.settle, self._show_memory)
                 undone.callback(self.meter.stop)
             if precision.scales_losses:
                 undone.enter_context(schedulers_skipping(module, precision.skips))
@@ -106,7 +108,6 @@ class TrainedOptimizers:
         """Before a training step."""
         self._steps.end_failed()
         if self.meter is not None:
-            self._parallel.zero.settle()  # torch's profiler can crash if it ends while a collective runs
             self.meter.begin_batch()
 
     @contextmanager
