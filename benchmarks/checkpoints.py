@@ -56,7 +56,8 @@ class _Saving(Callback):
 def _fit(measure: Callable[[L.Trainer], Any], num_ranks: int, **checkpoint: Any) -> Any:
     torch.manual_seed(0)
     callback = _Saving(measure)
-    strategy = ThreeDStrategy(zero={"stage": 1 if num_ranks == 1 else 3}, checkpoint=checkpoint)
+    zero = {"stage": 1 if num_ranks == 1 else 3}
+    strategy = ThreeDStrategy(zero=zero, checkpoint=checkpoint, save_distributed_checkpoint=True)
     trainer = quiet_trainer(strategy, num_ranks, 2, callback)
     trainer.fit(Linears(WIDTH, LAYERS), DataLoader(TensorDataset(torch.randn(4 * num_ranks, WIDTH)), batch_size=2))
     return callback.found
