@@ -31,6 +31,7 @@ class Advice(IntEnum):
     """How tensors in files are used next, in the numbers of Linux's madvise(2)."""
 
     SOON = 3  # MADV_WILLNEED
+    IN_LARGE_PAGES = 14  # MADV_HUGEPAGE, for pages that are not there yet; else a step takes a fault for each 4 KiB
     WRITTEN_NOW = 23  # MADV_POPULATE_WRITE; before Linux 5.14 pages come one by one, when they are touched
     NOT_FOR_A_WHILE = 4  # MADV_DONTNEED
 
@@ -82,6 +83,8 @@ class Store:
             return torch.zeros(shape, dtype=dtype)
         memory = self._new_file(num_bytes)
         self._files.add(memory.untyped_storage())
+        for advice in (Advice.IN_LARGE_PAGES, Advice.WRITTEN_NOW, Advice.NOT_FOR_A_WHILE):
+            self.advise([memory], advice)
         return memory.view(dtype).view(shape)
 
     def _new_file(self, num_bytes: int) -> Tensor:
