@@ -42,7 +42,7 @@ from lightning_3d.parts.layout import (
     leave_layouts,
     summoned,
 )
-from lightning_3d.planning.layouts import Choice, is_open
+from lightning_3d.planning.layouts import Choice
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.trainer.auto_layout import choose_layout
@@ -224,7 +224,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
 
     def _choose_layout(self, trainer: Trainer) -> None:
         """Choose it where nothing of it is set, for a model that is not parallel yet."""
-        is_chosen = self._parallel is not None or self.deepspeed is not None or not is_open(self.config)
+        is_chosen = self._parallel is not None or self.deepspeed is not None or not self.config.is_planned
         if is_chosen or self.mesh.shape.world_size == 1:
             return
         self.choice = choose_layout(

@@ -20,7 +20,7 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.cli import main
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.machine import Link, Machine, given_machine
-from lightning_3d.planning.layouts import Choice, Layout, candidates, is_open
+from lightning_3d.planning.layouts import Choice, Layout, candidates
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer import auto_layout
 from lightning_3d.trainer.ahead import Ahead, search_layout
@@ -72,22 +72,25 @@ def test_the_search() -> None:
 
 
 def test_what_is_set_is_kept() -> None:
-    assert is_open(ThreeDConfig())
+    assert ThreeDConfig().is_planned
+    assert all(
+        ThreeDStrategy.from_config(unset).config.is_planned for unset in ({}, {"zero": {}}, {"layout": "planned"})
+    )
     for given in (
         {"layout": "given"},
         {"data_parallel_size": 2},
         {"tensor_parallel_size": 2},
-        {"zero": {"stage": 2}},
+        {"zero": {"stage": 1}},  # the default, which is kept where it is set
         {"activations": {"budget": "auto"}},
     ):
-        assert not is_open(ThreeDConfig.from_mapping(given))
+        assert not ThreeDStrategy.from_config(given).config.is_planned
     pinned = ThreeDConfig.from_mapping({"layout": "planned", "zero": {"stage": 2}, "pipeline_parallel_size": 2})
     found = candidates(pinned, 8, 4, 16)
     assert {(each.pp, each.zero_stage) for each in found} == {(2, 2)}
     assert {each.tp for each in found} == {1, 2, 4}  # within a node
     assert {each.num_microbatches for each in found} == {2, 4, 8}
     for layout in found:
-        assert not is_open(layout.of(pinned))
+        assert not layout.of(pinned).is_planned
 
 
 def _fitted(links: str, model: type[L.LightningModule] = Wide, data: Any = None) -> tuple[Any, str, str, Any]:

@@ -23,6 +23,7 @@ from tests.models import TinyMLP, features, loader
 from tests.workers import WorkerPools
 
 CONFIGURED = ThreeDConfig(
+    layout="given",
     pipeline_parallel_size=2,
     zero=ZeroConfig(stage=2),
     pipeline=PipelineConfig(num_microbatches=4, partition="uniform", schedule="gpipe"),
@@ -117,7 +118,7 @@ def _run_command(*arguments: str) -> tuple[ThreeDConfig, int]:
 
 @pytest.mark.parametrize("named", ["--trainer.strategy=3d", "--trainer.strategy.class_path=ThreeDStrategy"])
 def test_our_command_fits_and_knows_the_name(workers: WorkerPools, named: str) -> None:
-    assert workers(2).run(_run_command, named) == [(ThreeDConfig(), 2)] * 2
+    assert workers(2).run(_run_command, named) == [(ThreeDConfig(layout="planned"), 2)] * 2
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ zero: {stage: 1}
 pipeline: {num_microbatches: 4, partition: parameters, schedule: 1f1b}
 """
 CONFIG = ThreeDConfig(
+    layout="given",
     pipeline_parallel_size=2,
     data_parallel_size="auto",
     tensor_parallel_size=2,
@@ -50,7 +51,7 @@ def test_overrides_change_exactly_what_they_name(file: Path) -> None:
 
 
 def test_sections_as_mapping_dataclass_or_omegaconf_node() -> None:
-    expected = ThreeDConfig(zero=ZeroConfig(stage=3))
+    expected = ThreeDConfig(layout="given", zero=ZeroConfig(stage=3))
     for section in ({"stage": 3}, ZeroConfig(stage=3), OmegaConf.create({"stage": 3})):
         assert ThreeDConfig.from_mapping({"zero": section}) == expected
     assert ThreeDConfig.from_mapping(OmegaConf.create({"zero": {"stage": 3}})) == expected

@@ -26,7 +26,6 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.memory.rank_memory import GIB
 from lightning_3d.pipeline.microbatches import num_samples
 from lightning_3d.planning.budget import trade_offs
-from lightning_3d.planning.layouts import is_open
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.ahead import Ahead, PlannedAhead, search_layout
 from lightning_3d.waits import Waits
@@ -81,7 +80,7 @@ def run(chosen: Namespace) -> None:
     )
     with Waits()("Planning"):
         ahead = Ahead.without_trainer(given.module, batch, config, ThreeDPrecision(given.precision), chosen.states)
-        if is_open(config):
+        if config.is_planned:
             memory = None if chosen.memory is None else int(chosen.memory * GIB)
             choice = search_layout(ahead, config, machine, given.world_size, memory, num_samples=num_samples(batch))
             config = choice.of(config)
@@ -121,7 +120,8 @@ def _given(chosen: Namespace) -> Training:
         given = Training(module=module, data=data)
     if not (world_size := chosen.world_size or given.world_size):
         raise ConfigError("the number of ranks is not known: set --world_size")
-    settings = chosen.config or asdict(given.config)
+    is_set = given.config != ThreeDConfig()  # else nothing of it counts as set
+    settings = chosen.config or (asdict(given.config) if is_set else {})
     return replace(
         given,
         config=ThreeDConfig.from_file(settings, chosen.set),

@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, ParamSpec, cast, get_type_hints
 
@@ -67,8 +67,8 @@ class ThreeDConfig:
     layout: Literal["auto", "planned", "given"] = "auto"
     """Who chooses sizes, ZeRO stage, microbatches and recomputation. ``"planned"``: a fit does, by the predicted time
     of a sample in what fits the devices, and keeps all that is set to other than its default. ``"given"``: the
-    settings. ``"auto"``: planned where none of the sizes and no key of ``zero``, ``pipeline`` and ``activations`` is
-    set to other than its default, else given."""
+    settings. ``"auto"``: planned where no size is other than its default, and no key of ``zero``, ``pipeline`` and
+    ``activations`` is set, to whatever value; else given."""
 
     pipeline_parallel_size: Size = 1
     """Number of pipeline stages."""
@@ -134,6 +134,9 @@ class ThreeDConfig:
 
         """
         config: ThreeDConfig = _read_section(cls, mapping)
+        if config.layout == "auto":
+            is_set = any(mapping.get(section) for section in ("zero", "pipeline", "activations"))
+            return replace(config, layout="planned" if config.is_planned and not is_set else "given")
         return config
 
     @classmethod
@@ -165,6 +168,15 @@ class ThreeDConfig:
             raise ConfigError(f"can't read the config {source}: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a fit chooses the layout, or what is left of it."""
+        if self.layout != "auto":
+            return self.layout == "planned"
+        sizes = (self.pipeline_parallel_size, self.data_parallel_size, self.tensor_parallel_size)
+        sections = (self.zero, self.pipeline, self.activations)
+        return sizes == (1, "auto", 1) and sections == (ZeroConfig(), PipelineConfig(), ActivationsConfig())
 
     @property
     def num_microbatches(self) -> int:

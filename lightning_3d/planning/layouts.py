@@ -12,8 +12,6 @@ from typing import Any, Literal
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from lightning_3d.config.activations import ActivationsConfig
-from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ThreeDError
@@ -72,15 +70,6 @@ class Layout:
             zero=replace(config.zero, stage=self.zero_stage),
             pipeline=pipeline,
         )
-
-
-def is_open(config: ThreeDConfig) -> bool:
-    """Whether the layout is to be chosen: nothing of it is set, or the rest of it is asked for."""
-    if config.layout != "auto":
-        return config.layout == "planned"
-    sizes = (config.pipeline_parallel_size, config.data_parallel_size, config.tensor_parallel_size)
-    sections = (config.zero, config.pipeline, config.activations)
-    return sizes == (1, "auto", 1) and sections == (ZeroConfig(), PipelineConfig(), ActivationsConfig())
 
 
 def candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_samples: int) -> list[Layout]:
