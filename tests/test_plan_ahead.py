@@ -91,7 +91,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     main([*arguments, f"--report={tmp_path / 'page.html'}"])
     assert "ranks of the pipeline wait" in capsys.readouterr().out
     page = (tmp_path / "page.html").read_text()
-    assert page.count('src="data:image/png;base64,') == 4  # memory, weights, schedule, budgets
+    assert page.count('src="data:image/png;base64,') == 5  # memory, weights, schedule, budgets, scaling
     assert "ranks of the pipeline wait" in page
     with pytest.raises(SystemExit):
         main([*arguments, "--memory", "0.0001"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -122,6 +122,23 @@ def budget_figure(points: Sequence[tuple[int, float]]) -> Figure:
     axes.set_xlabel("peak of the rank that takes the most, GiB")
     axes.set_ylabel("operations computed again, %")
     axes.set_title("what activations.budget costs with activations.recompute: auto")
+    return figure
+
+
+def scaling_figure(points: Mapping[int, float]) -> Figure:
+    """Samples per second by the number of ranks, beside a line of as many per rank as the fewest ranks reach."""
+    figure = _figure(4)
+    axes = figure.subplots()
+    ranks = sorted(points)
+    axes.loglog(ranks, [points[size] for size in ranks], "o-", color="#4c78a8", label="predicted")
+    ideal = [size * points[ranks[0]] / ranks[0] for size in ranks]
+    axes.loglog(ranks, ideal, color="black", linestyle="dashed", label=f"as many per rank as with {ranks[0]}")
+    axes.set_xticks(ranks, [str(size) for size in ranks])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("samples per second")
+    axes.set_title("a step of more ranks, as predicted")
+    axes.legend()
     return figure
 
 

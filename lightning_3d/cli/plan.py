@@ -6,7 +6,8 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,16 @@ from lightning_3d.cli.output import show
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.machine import given_machine
 from lightning_3d.distributed.mesh import resolve_mesh_shape
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import ConfigError, ThreeDError
 from lightning_3d.memory.rank_memory import GIB
 from lightning_3d.pipeline.microbatches import num_samples
 from lightning_3d.planning.budget import trade_offs
+from lightning_3d.planning.layouts import Choice
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.ahead import Ahead, PlannedAhead, search_layout
 from lightning_3d.waits import Waits
+
+_HALVINGS = 4
 
 HELP = "Plan a training on any number of ranks, without them: layout, memory, bytes, idle time."
 
@@ -74,33 +78,59 @@ def run(chosen: Namespace) -> None:
     given = _given(chosen)
     if given.world_size < 1 or chosen.states < 0:
         raise ConfigError(f"{given.world_size} ranks, {chosen.states} states of a parameter: use 1 or more, 0 or more")
-    config, batch, choice = given.config, _first_batch(given.data), None
+    batch = _first_batch(given.data)
     machine = given_machine(
         tflops=chosen.tflops, inside=chosen.inside, between=chosen.between, ranks_per_node=chosen.ranks_per_node
     )
-    with Waits()("Planning"):
-        ahead = Ahead.without_trainer(given.module, batch, config, ThreeDPrecision(given.precision), chosen.states)
+
+    def planned_on(world_size: int) -> tuple[Choice | None, PlannedAhead]:
+        config, choice = given.config, None
         if config.is_planned:
             memory = None if chosen.memory is None else int(chosen.memory * GIB)
-            choice = search_layout(ahead, config, machine, given.world_size, memory, num_samples=num_samples(batch))
+            choice = search_layout(ahead, config, machine, world_size, memory, num_samples=num_samples(batch))
             config = choice.of(config)
-        planned = ahead.plan(config, resolve_mesh_shape(config, given.world_size), chosen.memory, machine)
+        return choice, ahead.plan(config, resolve_mesh_shape(config, world_size), chosen.memory, machine)
+
+    with Waits()("Planning"):
+        ahead = Ahead.without_trainer(
+            given.module, batch, given.config, ThreeDPrecision(given.precision), chosen.states
+        )
+        choice, planned = planned_on(given.world_size)
+        scaling = {} if chosen.report is None else _scaling(planned_on, given.world_size, num_samples(batch))
     if chosen.report is not None:
-        _report(chosen.report, planned, type(given.module).__name__)
+        _report(chosen.report, planned, type(given.module).__name__, scaling)
     if chosen.json:
         show(json.dumps(planned.as_dict() | ({} if choice is None else {"layout": choice.as_dict()})))
     else:
         show(planned if choice is None else Group(choice, planned))
 
 
-def _report(path: Path, planned: PlannedAhead, name: str) -> None:
-    from lightning_3d.callbacks.drawing import budget_figure  # here, as matplotlib may not be installed
+def _scaling(
+    planned_on: Callable[[int], tuple[Choice | None, PlannedAhead]], world_size: int, num_samples: int
+) -> dict[int, float]:
+    """Number of ranks -> predicted samples per second; of halves of the ranks, as far as they can train the model."""
+    found: dict[int, float] = {}
+    for halvings in range(_HALVINGS + 1):
+        size, rest = divmod(world_size, 2**halvings)
+        if rest:
+            break
+        with suppress(ThreeDError):  # too few ranks for the sizes that are set, or for the memory
+            planned = planned_on(size)[1]
+            if planned.seconds is not None:
+                found[size] = num_samples * planned.plan.shape.dp / planned.seconds.total
+    return found
+
+
+def _report(path: Path, planned: PlannedAhead, name: str, scaling: Mapping[int, float]) -> None:
+    from lightning_3d.callbacks.drawing import budget_figure, scaling_figure  # here, as there may be no matplotlib
     from lightning_3d.callbacks.page import plan_sections, write_page
 
     plan, sections = planned.plan, list(plan_sections(planned.plan, planned))
     if planned.step is not None:
         points = trade_offs(planned.step, [rank.held for rank in plan.memory])
         sections.append(("Budgets", budget_figure(points)))
+    if len(scaling) > 1:
+        sections.append(("Scaling", scaling_figure(scaling)))
     write_page(path, f"{name} on {plan.shape.world_size} ranks", sections)
 
 

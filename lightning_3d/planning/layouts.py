@@ -189,13 +189,17 @@ class Choice:
 
 
 def ranked(predicted: Mapping[Layout, Prediction]) -> list[Layout]:
-    """By the time of a sample; before all others the simplest of those that are as fast as the fastest, about."""
-    order = sorted(predicted, key=lambda each: predicted[each].seconds / each.dp)
+    """By the time of a sample; before all others the fastest of the simplest that are as fast as any, about."""
+
+    def seconds(layout: Layout) -> float:
+        return predicted[layout].seconds / layout.dp
+
+    order = sorted(predicted, key=seconds)
     if not order:
         return []
-    most = (1 + _MARGIN) * predicted[order[0]].seconds / order[0].dp
-    equal = [each for each in predicted if predicted[each].seconds / each.dp <= most]  # the simplest first
-    return [equal[0], *(each for each in order if each != equal[0])]
+    equal = [each for each in order if seconds(each) <= (1 + _MARGIN) * seconds(order[0])]
+    first = min(equal, key=lambda each: (each.pp * each.tp, each.pp))
+    return [first, *(each for each in order if each != first)]
 
 
 def search(
