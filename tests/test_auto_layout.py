@@ -60,6 +60,11 @@ def test_the_search() -> None:
     slow = _chosen(SLOW_LINKS, 4)
     assert slow.layout.dp == 1  # whose replicas would wait for gradients
     assert slow.predicted[slow.layout].seconds < slow.predicted[Layout(dp=4)].seconds / 4
+    bound = _chosen(replace(SLOW_LINKS, inside={**SLOW, "all-reduce": Link(bandwidth=2e7, latency=1e-5)}), 4)
+    assert bound.predicted.keys() & {
+        Layout(tp=4),
+        Layout(pp=4, num_microbatches=4),
+    }  # where stage 0 is the best of replicas
     # 4.1 MiB of weights: 16.4 with gradients and AdamW's states.
     small = _chosen(FAST, 4, samples=256, memory=12)
     assert Layout(dp=4, zero_stage=0) in small.refused

@@ -17,7 +17,7 @@ from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ThreeDError
 
 _MOST_PLANNED = 16  # layouts; planning one takes up to seconds
-_MARGIN = 0.05  # predictions that differ by less count as equal
+_MARGIN = 0.02  # predictions that differ by less count as equal
 _ENOUGH = 0.1  # a layout of plain replicas that waits for a smaller part of its step is taken at once
 _ROUNDS = (1, 2, 4)  # microbatches for each stage of a pipeline
 _MOST_SHOWN = 8
@@ -189,17 +189,13 @@ class Choice:
 
 
 def ranked(predicted: Mapping[Layout, Prediction]) -> list[Layout]:
-    """By the time of a sample; before all others the fastest of the simplest that are as fast as any, about."""
-
-    def seconds(layout: Layout) -> float:
-        return predicted[layout].seconds / layout.dp
-
-    order = sorted(predicted, key=seconds)
+    """By the time of a sample; before all others the simplest of those that are as fast as the fastest, about."""
+    order = sorted(predicted, key=lambda each: predicted[each].seconds / each.dp)
     if not order:
         return []
-    equal = [each for each in order if seconds(each) <= (1 + _MARGIN) * seconds(order[0])]
-    first = min(equal, key=lambda each: (each.pp * each.tp, each.pp))
-    return [first, *(each for each in order if each != first)]
+    most = (1 + _MARGIN) * predicted[order[0]].seconds / order[0].dp
+    equal = [each for each in predicted if predicted[each].seconds / each.dp <= most]  # the simplest first
+    return [equal[0], *(each for each in order if each != equal[0])]
 
 
 def search(
@@ -240,7 +236,7 @@ def search(
         if share >= 1 - _ENOUGH and not predicted[first].recomputes:
             return chosen(first, f"ranks compute in {share:.0%} of its step, and it fits")
     stage = 1 if first is None else first.zero_stage
-    others = [each for each in layouts if not each.is_replicas and each.zero_stage in (stage, 3)]
+    others = [each for each in layouts if not each.is_replicas and (each.dp == 1 or each.zero_stage in (stage, 3))]
     num_left = _MOST_PLANNED
     for layout in sorted(others, key=lambda each: (each.idle, each.zero_stage)):
         if replace(layout, zero_stage=stage) in predicted:
