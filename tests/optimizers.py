@@ -101,16 +101,6 @@ class Odd(ByHand):
         parameter.sub_(momentum, alpha=group["lr"])
 
 
-class FlatStep(ByHand):
-    """Counts steps in a tensor of shape (1,)."""
-
-    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        state["step"] = state.get("step", torch.zeros(1)) + 1
-        average = state["average"] = state.get("average", torch.zeros_like(parameter)) + gradient
-        parameter.sub_(average / state["step"], alpha=group["lr"])
-
-
 # ---- whole parameters
 
 

@@ -31,12 +31,11 @@ from torch.optim import (
     Rprop,
 )
 
-from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states, optimizer_kind
+from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
 from tests.models import TinyMLP, features
 from tests.optimizers import (
     ClippingAdam,
     Derived,
-    FlatStep,
     Lamb,
     Lars,
     Lion,
@@ -63,7 +62,7 @@ ROWS: dict[str, Make] = {
     **{make.__name__: make for make in (NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop)},
 }
 KINDS: dict[OptimizerKind, dict[str, Make]] = {
-    "rows": {**ROWS, **{make.__name__: make for make in (Lion, ScheduleFree, Derived, FlatStep, Odd)}},
+    "rows": {**ROWS, **{make.__name__: make for make in (Lion, ScheduleFree, Derived, Odd)}},
     "parameters": {make.__name__: make for make in (Lamb, Lars, Shampoo, Adafactor, Muon)},
     "all": {make.__name__: make for make in (ClippingAdam, Prodigy, LBFGS, Sam)},
 }
@@ -112,13 +111,3 @@ def _fit(name: str, layout: Layout) -> None:
 def test_others_are_refused_on_parts(workers: WorkerPools, name: str, layout: Layout) -> None:
     with pytest.raises(WorkerError, match=rf"StepError: {name} (needs whole|steps all) parameters"):
         workers(2).run(_fit, name, layout)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"history_size": 7}, {"max_iter": 1, "history_size": 20}, {"line_search_fn": "strong_wolfe"}], ids=str
-)
-def test_all_that_lbfgs_will_remember_is_counted(settings: dict[str, Any]) -> None:
-    optimizer = LBFGS([nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(3))], **settings)
-    state = torch.get_rng_state()
-    assert num_states(optimizer) == 2 * settings.get("history_size", 100) + 2
-    assert torch.equal(torch.get_rng_state(), state)
