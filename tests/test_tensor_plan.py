@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
+from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
 from tests.law.models import tensor as law
 from tests.models import Block
 
@@ -209,3 +210,19 @@ def test_input_that_can_not_be_cut_is_left_whole() -> None:
     plan = plan_block(Block(32, 4), (torch.randn(2, 7, 32),), {}, size=2, sequence_parallel=True)
     assert not plan.is_sequence_parallel
     assert plan.num_all_reduces_forward == plan.num_all_reduces_backward == 2
+
+
+def _table_role(table: nn.Embedding, size: int = 2) -> str:
+    ids = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    use = find_vocabulary(table, (ids,), {}, size=size, logits=None)
+    rest = plan_block(table, (ids,), {}, size=size, excluded=[table.get_parameter(fqn) for fqn in use.fqns])
+    return with_vocabulary(rest, use).weight("weight").role
+
+
+def test_tables_that_can_be_cut() -> None:
+    assert _table_role(nn.Embedding(64, 16)) == "vocabulary"
+    assert _table_role(nn.Embedding(63, 16, padding_idx=0), size=4) == "vocabulary"
+    assert _table_role(nn.Embedding(8, 16)) == "replicate"  # smaller than the matrices of a block
+    assert _table_role(nn.Embedding(5, 2), size=4) == "replicate"  # nothing would be left for the last rank
+    for option in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
+        assert _table_role(nn.Embedding(64, 16, **option)) == "replicate"
