@@ -1,18 +1,17 @@
 """Misuse: one clear error, alike on all ranks, exit code not 0, no hang, nothing accepted silently.
 
 One mistake is made in a program that Lightning launches as a user would; the others in the worker pool, where the ranks
-look as if torchrun had started them. What looks like misuse but is supported is shown at the end.
+look as if torchrun had started them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import pytest
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import ConfigError, ThreeDPrecision, ThreeDStrategy
-from lightning_3d.errors import CheckpointError, ThreeDError
-from tests.models import Block, TinyGPT, TinyMLP, features, loader, tokens
+from lightning_3d.errors import CheckpointError
+from tests.models import TinyMLP, features, loader
 from tests.parity import QUIET, assert_same_state, whole_state
 from tests.scripts import start
 from tests.workers import WorkerError, WorkerPools
@@ -88,54 +87,12 @@ def branch_on_data(self: Any, x: Tensor) -> Tensor:
     return self.layers[1:](2 * x if x.sum() > 0 else x)  # type: ignore[no-any-return]
 
 
-def item_in_the_middle(self: Any, x: Tensor) -> Tensor:
-    x = self.layers[0](x)
-    scale = x.std().item()
-    return self.layers[1:](x) * scale  # type: ignore[no-any-return]
-
-
 def wrong_shape(self: Any, x: Tensor) -> Tensor:
     return self.layers[1](self.layers[0](x)[:, :5])  # type: ignore[no-any-return]
 
 
-def reversible(self: Any, x: Tensor) -> Tensor:
-    """Blocks are called by a custom autograd function, in its backward again."""
-    return cast(Tensor, _Reversible.apply(x, self.layers))  # type: ignore[no-untyped-call]  # torch 2.13
-
-
-class _Reversible(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: nn.Module) -> Tensor:
-        ctx.layers = layers
-        ctx.save_for_backward(x)
-        return cast(Tensor, layers(x))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            ctx.layers(x).backward(gradients[0])
-        return cast(Tensor, x.grad), None
-
-
-def penalty(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    """Of gradients."""
-    inputs = batch[0].clone().requires_grad_()
-    output = self(inputs)
-    (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-    return F.mse_loss(output, batch[1]) + slope.square().mean()
-
-
 def plain(self: Any, batch: Batch) -> Tensor:
     return F.mse_loss(self(batch[0]), batch[1])
-
-
-def generates(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    """Calls each of which depends on what the one before it gave."""
-    x, loss = batch[0], plain(self, batch)
-    while self(x).sum() < 100:
-        x = x + 1
-    return loss
 
 
 def nothing(self: Any, batch: Batch, batch_idx: int) -> None:
@@ -151,30 +108,11 @@ def detached(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return plain(self, batch).detach()
 
 
-def waits(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    self.trainer.strategy.barrier()
-    return plain(self, batch)
-
-
-def logs_in_group(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    loss = plain(self, batch)
-    self.log("loss", loss, sync_dist=True, sync_dist_group=dist.new_group([0, 1]))
-    return loss
-
-
 def reduces(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     """By torch itself."""
     loss = plain(self, batch)
     dist.all_reduce(loss.detach().clone())
     return loss
-
-
-def skips_errors(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-    """A ``backward`` that goes on where one fails."""
-    if self.global_step == 1:
-        self.layers[0].weight.register_hook(lambda gradient: 1 / 0)
-    with suppress(ZeroDivisionError):
-        L.LightningModule.backward(self, loss, *args, **kwargs)
 
 
 def _with_early_optimizer(made: Any) -> None:
@@ -183,77 +121,20 @@ def _with_early_optimizer(made: Any) -> None:
 
 
 class AnotherPath(TinyMLP):
-    """Adds a call in its third step, which it counts, or by a flag of rank 0."""
+    """Adds a call in its third step, which it counts."""
 
-    def __init__(self, by: str) -> None:
-        super().__init__()
-        self.by, self.num_begun, self.is_told = by, 0, False
+    num_begun = 0
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.num_begun += 1
-        self.is_told = self.by == "flag" and batch_idx == 2 and dist.get_rank() == 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, targets = batch
         for index, layer in enumerate(self.layers):
             x = layer(x)
-            if index == 0 and (self.is_told or (self.by == "step" and self.num_begun == 3)):
+            if index == 0 and self.num_begun == 3:
                 x = x.relu()
         return F.mse_loss(x, targets)
-
-
-class SecondOrderLoss(TinyGPT):
-    """A gradient of the gradient of the cross entropy."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x = self.norm(self.tokens(batch[0])).detach().requires_grad_()
-        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + gradient.square().sum()
-
-
-class HookedParameter(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm.weight.register_hook(lambda gradient: 2 * gradient)
-
-
-class SparseTable(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__(tied=False)
-        self.tokens.sparse = True
-
-
-class SettingWeights(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mlp[0].weight.data = self.mlp[0].weight.data.clamp(-0.1, 0.1)
-        return super().forward(x)
-
-
-class SettingGPT(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(SettingWeights(32, 4) for _ in range(2))
-
-
-class SharesBytes(nn.Module):
-    """Changes an argument of which another one, of another dtype, shows the bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
-        pairs.mul_(0.5)
-        y: Tensor = self.linear(x)
-        return y
-
-
-def two_dtypes(self: Any, x: Tensor) -> Tensor:
-    h = self.layers[0](x).clone()
-    y = self.between(h, torch.view_as_complex(h.view(len(h), -1, 2)))
-    return self.layers[1:](y)  # type: ignore[no-any-return]
 
 
 class WithoutBlocks(L.LightningModule):
@@ -294,10 +175,6 @@ def _regression() -> Any:
     return loader(features(STEPS * BATCH_SIZE), global_batch_size=BATCH_SIZE)
 
 
-def _text() -> Any:
-    return loader(tokens(STEPS * BATCH_SIZE), global_batch_size=BATCH_SIZE)
-
-
 # ------------------------------------------------------------------------------------------------------ the worker pool
 
 
@@ -319,28 +196,16 @@ class Misuse:
 
 MICROBATCHED: Mapping[str, Any] = {"pipeline_parallel_size": 2, "pipeline": {"mode": "microbatched"}}
 DP: Mapping[str, Any] = {"zero": {"stage": 1}}
-TP: Mapping[str, Any] = {"tensor_parallel_size": 2}
+
 HERE = r"test_misuse.py:\d+ in"
 NEEDS = rf" at .*{HERE} \w+ needs the data of a tensor that comes from a block"
 NO_GRAD = "a loss that does not require grad"
 
 MISUSES = {
-    "manual optimization": Misuse(
-        model(lambda made: setattr(made, "automatic_optimization", False)),
-        "StepError",
-        "Model uses manual optimization .* set pipeline.mode=inline",
-        strategy=MICROBATCHED,
-    ),
     "LBFGS": Misuse(
         model(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)),
         "StepError",
         "LBFGS steps all parameters together, or runs training_step several times per step",
-    ),
-    "gradient penalty": Misuse(
-        model(training_step=penalty),
-        "TraceError",
-        rf"grad \(called at .*{HERE} penalty\) differentiates tensors of blocks",
-        strategy=MICROBATCHED,
     ),
     "optimizer made too early": Misuse(
         model(_with_early_optimizer, configure_optimizers=lambda self: self.optimizer),
@@ -361,51 +226,22 @@ MISUSES = {
         "layers.6, a SyncBatchNorm, communicates inside of a block, but with pipeline_parallel_size=2",
     ),
     "branch on data": Misuse(model(forward=branch_on_data), "TraceError", "__bool__" + NEEDS, strategy=MICROBATCHED),
-    "item in the middle": Misuse(
-        model(forward=item_in_the_middle), "TraceError", "item" + NEEDS, strategy=MICROBATCHED
-    ),
     "wrong shape": Misuse(
         model(forward=wrong_shape),
         "TraceError",
         rf"Block layers.1 at .*{HERE} wrong_shape failed on fake and on random tensors.*\(4x5 and 32x32\)",
         strategy=MICROBATCHED,
     ),
-    "reversible layers": Misuse(
-        model(forward=reversible),
-        "TraceError",
-        rf"_Reversible \(called at .*{HERE} reversible\) is a torch.autograd.Function that gets the blocks layers.0,"
-        " layers.1, ... and calls them by itself",
-        strategy=MICROBATCHED,
-    ),
     "another path": Misuse(
-        lambda: AnotherPath("step"),
+        AnotherPath,
         "TraceError",
         r"Pipeline stage 0: it took another path .*: it called relu, where the trace has layers.1 \(at",
         only_rank=0,
-    ),
-    "another path by a flag of one rank": Misuse(
-        lambda: AnotherPath("flag"),
-        "TraceError",
-        r"training_step takes another path on pipeline stage 1 .*: its call 2 .* is layers.1 .* has relu",
-    ),
-    "generation in a training step": Misuse(
-        model(training_step=generates),
-        "TraceError",
-        rf"layers.0 was called after code that reads data of blocks \(__bool__ at .*{HERE} generates.*\), as"
-        r" generate\(\) does .* Do it in a hook",
-        only_rank=1,
-    ),
-    "barrier in a step": Misuse(model(training_step=waits), "StepError", "strategy.barrier was called in a step"),
-    "logging in a group": Misuse(
-        model(training_step=logs_in_group), "StepError", r"self.log\('loss', sync_dist_group=...\)"
     ),
     "collective in a step": Misuse(
         model(training_step=reduces),
         "TraceError",
         rf"torch.distributed.all_reduce over all ranks was called in a step \(at .*{HERE}",
-    ),
-    "gradients lost in a failed backward": Misuse(
-        model(backward=skips_errors), "StepError", "The last backward ended by an exception", strategy=DP
     ),
     "no loss": Misuse(
         model(training_step=nothing), "StepError", "training_step returned NoneType, not a loss. Return a 0-d tensor"
@@ -414,7 +250,6 @@ MISUSES = {
         model(training_step=nothing_later), "StepError", "A step can't be skipped by returning None", strategy=DP
     ),
     "detached loss": Misuse(model(training_step=detached), "StepError", NO_GRAD),
-    "all frozen": Misuse(model(lambda made: made.requires_grad_(False)), "StepError", NO_GRAD),
     "lazy layer": Misuse(
         model(lambda made: made.layers.insert(0, nn.LazyLinear(8))),
         "StepError",
@@ -449,43 +284,12 @@ MISUSES = {
         r"The ranks of model replica 0 got different batches \(checksums rank 0: \w+, rank 1: \w+\)",
         data=_differs_by_rank,
     ),
-    "another batch on each tensor-parallel rank": Misuse(
-        TinyMLP,
-        "BatchError",
-        "set batch.broadcast=true to send the first rank's batch",
-        data=_differs_by_rank,
-        strategy=TP,
-    ),
     "batch of different lengths": Misuse(
         TinyMLP,
         "SplitError",
         r"The tensors of this batch differ: batch\[0\] \(8, 8\), batch\[1\] \(7, 4\)",
         strategy=MICROBATCHED,
         data=lambda: _batches((torch.ones(8, 8), torch.ones(7, 4))),
-    ),
-    "second order": Misuse(
-        SecondOrderLoss,
-        "PlanError",
-        "gradients of gradients through a cross entropy on sharded logits are not built",
-        data=_text,
-        strategy=TP,
-    ),
-    "hooked parameter": Misuse(
-        HookedParameter,
-        "StepError",
-        "norm.weight has gradient hooks, which would be lost",
-        data=_text,
-        strategy=TP,
-    ),
-    "sparse table": Misuse(SparseTable, "StepError", r"tokens is an Embedding\(sparse=True\)", data=_text, strategy=TP),
-    "data of a shard": Misuse(
-        SettingGPT, "PlanError", r"parameter.data = ... inside of a block", data=_text, strategy=TP
-    ),
-    "one memory of two dtypes": Misuse(
-        model(lambda made: setattr(made, "between", SharesBytes()), forward=two_dtypes),
-        "StepError",
-        "changes an argument in place that lies in the memory of another one",
-        strategy={"activations": {"recompute": "full"}},
     ),
     "empty dataloader": Misuse(TinyMLP, "BatchError", "A dataloader is empty", data=_empty),
 }
@@ -604,50 +408,12 @@ def test_precision_of_lightning_becomes_ours(arguments: Callable[[], dict[str, A
             ),
             r"a GradScaler with scale=1024 would.*precision\.initial_scale_power",
         ),
-        (
-            lambda: _one_process(
-                plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))]
-            ),
-            "a GradScaler with enabled=False would be ignored",
-        ),
         (lambda: ThreeDPrecision("transformer-engine"), "'transformer-engine' is not built for strategy='3d'.*fp8"),
-        (
-            lambda: L.Trainer(**QUIET, devices=1, plugins=[ThreeDPrecision("16-mixed")], max_steps=1).fit(
-                WithoutBlocks(), _regression()
-            ),
-            r"ThreeDPrecision\('16-mixed'\) works with strategy='3d' alone",
-        ),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*checkpoint")
 def test_precisions_of_others_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
-
-
-def _fp16_weights() -> TinyMLP:
-    model = TinyMLP()
-    model.layers[1].half()
-    return model
-
-
-def _errors_of_one_process() -> list[str]:
-    """Of settings that do not go together."""
-    said = []
-    for strategy, model, precision in (
-        (ThreeDStrategy(), _fp16_weights(), {"plugins": [ThreeDPrecision("16-mixed")]}),
-        (ThreeDStrategy(precision={"loss_scale_window": 4}), TinyMLP(), {"precision": "bf16-mixed"}),
-    ):
-        with pytest.raises(ThreeDError) as raised:
-            _trainer(strategy, devices=1, **precision).fit(model, _regression(), _regression())
-        said.append(str(raised.value))
-    return said
-
-
-def test_precisions_that_do_not_go_together_are_refused(workers: WorkerPools) -> None:
-    (said,) = workers(1).run(_errors_of_one_process)
-    assert re.search(r"layers\.1\.0\.weight, with 1 others, is fp16 and is trained with", said[0])
-    assert re.search(r"precision\.loss_scale_window=4 would do nothing: precision='bf16-mixed'", said[1])
 
 
 def test_fp16_on_cpu_becomes_bf16_as_in_lightning() -> None:
