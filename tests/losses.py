@@ -87,11 +87,6 @@ def of_several_tasks(outputs: Outputs, labels: Tensor) -> Tensor:
     return _flat(outputs, labels) + mean(outputs, labels)
 
 
-def triplet(outputs: Outputs, labels: Tensor) -> Tensor:
-    z = outputs["pooled"]
-    return F.triplet_margin_loss(z, z.roll(1, -1), z.roll(1, 0))
-
-
 LOSSES: dict[str, Callable[[Outputs, Tensor], Tensor]] = {
     function.__name__: function
     for function in (
@@ -106,7 +101,6 @@ LOSSES: dict[str, Callable[[Outputs, Tensor], Tensor]] = {
         ctc,
         balanced,
         of_several_tasks,
-        triplet,
     )
 }
 

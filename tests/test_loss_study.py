@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.errors import StepError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
-from lightning_3d.pipeline.traces import StepCall, Traces
+from lightning_3d.pipeline.traces import Traces
 from lightning_3d.trace.interception import routed
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.zero.engine import RankModule
@@ -28,18 +27,14 @@ def _batch(num_samples: int) -> list[Tensor]:
     return [torch.stack(column) for column in zip(*samples, strict=True)]
 
 
-def _studied(model: L.LightningModule, batches: list[Any], of: Callable[[LossStudy, list[StepCall]], Any]) -> Any:
+def _found(model: L.LightningModule, batch: Any) -> LossFound:
     with routed(find_blocks(model, "parameters")) as router:
         model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
         device = torch.device("cpu")
         traces = Traces(model, router.blocks.values(), StepTracing(model, router, StepEffects(model, router), device))
         study = LossStudy(model, RankModule(model), router, traces, device)
-        return of(study, traces.calls("training_step", batches, (0,)))
-
-
-def _found(model: L.LightningModule, batch: Any) -> LossFound:
-    found: LossFound = _studied(model, [batch], lambda study, calls: study.find(calls[0], size=4))
-    return found
+        (call,) = traces.calls("training_step", [batch], (0,))
+        return study.find(call, size=4)
 
 
 class Using(LossNet):
@@ -111,34 +106,3 @@ def test_randomness_after_the_blocks_is_told() -> None:
     assert found.kind == LossKind.WHOLE  # where nothing needs to stand in for it
     assert "multinomial" in str(found.failure)
     assert "draws random numbers after the blocks" in str(found.failure)
-
-
-class Shuffling(LossNet):
-    """Puts views of the samples between blocks, in another order than that of the batch."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        h = self.first(batch[0])
-        return self.head(self.norm(torch.stack([h, h]).flatten(0, 1))).std(0).sum()  # type: ignore[no-any-return]
-
-
-def test_views_in_another_order_than_the_batch_are_refused() -> None:
-    """Those in its order are the model `loss-two-views` of tests/law."""
-    batches = [_batch(8), *([tensor[i : i + 4] for tensor in _batch(8)] for i in (0, 4))]
-    with pytest.raises(StepError, match="Concatenate views of the batch one after the other"):
-        _studied(Shuffling("mean"), batches, lambda study, calls: study.views(calls[0], calls[1:]))
-
-
-class Identified(LossNet):
-    """Its batches hold a list of numbers, too."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch[:2], batch_idx)
-
-
-def test_many_kinds_of_batches_are_told_of() -> None:
-    def trace(study: LossStudy, calls: list[StepCall]) -> None:
-        for call in calls:
-            study.trace(call)
-
-    with pytest.warns(UserWarning, match="was traced for 64 kinds of batches.* such as ids, be tensors"):
-        _studied(Identified("mean"), [[*_batch(2), [i, i + 1]] for i in range(70)], trace)
