@@ -1,8 +1,7 @@
-"""Averages of weights in checkpoints of every layout, and their misuse; those made by hand are a habit of the law."""
+"""Averages of weights in checkpoints of every layout; those made by hand are a habit of the law."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,9 +15,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor, nn
 
 from tests.law.models.spellings import FusedQKV
-from tests.models import ADAM_EPS, TinyGPT, TinyMLP, features
+from tests.models import ADAM_EPS, TinyGPT
 from tests.parity import Layout, assert_same_state, fitted, whole_state
-from tests.workers import WorkerError, WorkerPools
+from tests.workers import WorkerPools
 
 
 class Model(TinyGPT):
@@ -86,37 +85,3 @@ def test_averages_are_resumed_in_any_layout(
     for rank in workers(2).run(_resume_all, *layouts):
         for name, expected in resumed.items():
             assert_same_state([rank[name]], expected)
-
-
-# ---- misuse
-
-
-class _Copies(L.Callback):
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.copied = copy.deepcopy(pl_module)
-
-
-class _Assigns(L.Callback):
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pl_module.load_state_dict(TinyMLP().state_dict(), assign=True)
-
-
-def _misuse(kind: str) -> None:
-    kinds: dict[str, Callable[[], list[L.Callback]]] = {
-        "one rank": lambda: [_Copies()] if torch.distributed.get_rank() == 0 else [],
-        "assign": lambda: [_Assigns()],
-    }
-    fitted(Layout(dp=2, zero=3), TinyMLP, data=features, callbacks=kinds[kind]())
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("one rank", r"different numbers of copies of TinyMLP \(by rank: \[1, 0\]\)"),
-        ("assign", r"load_state_dict\(assign=True\) would put another tensor in place of layers.0.weight"),
-    ],
-)
-def test_misuse_is_refused_on_all_ranks(workers: WorkerPools, kind: str, message: str) -> None:
-    with pytest.raises(WorkerError, match=f"(Step|Checkpoint)Error: .*{message}") as caught:
-        workers(2).run(_misuse, kind)
-    assert caught.value.failures.keys() == {0, 1}

@@ -116,30 +116,3 @@ def test_all_modes_leave_the_checkpoints_of_one_process(
             assert replace(kept, weights={}) == replace(expected[mode], weights={})
             for checkpoint, weights in expected[mode].weights.items():
                 assert_same_state([kept.weights[checkpoint]], weights)
-
-
-# ------------------------------------------------------------------------------------------------------- no optimizers
-
-
-class _Untrained(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__(num_layers=2)
-
-    def configure_optimizers(self) -> None:  # type: ignore[override]
-        return None
-
-
-def without_optimizers(layout: Layout | None) -> list[tuple[int, int]]:
-    """Epoch and step after a run, and after one that goes on."""
-    ends = []
-    for epochs, start in ((1, None), (2, Path("kept/last.ckpt"))):
-        settings: dict[str, Any] = {"batches": 2, "epochs": epochs, "ckpt_path": start, "enable_checkpointing": True}
-        trainer, _ = fitted(layout, _Untrained, callbacks=[ModelCheckpoint("kept", save_last=True)], **settings)
-        ends.append((trainer.current_epoch, trainer.global_step))
-    return ends
-
-
-@pytest.mark.parametrize("kind", ["file", "folder"])
-def test_models_without_optimizers_are_saved_and_resumed(workers: WorkerPools, kind: str) -> None:
-    assert workers(1).run(without_optimizers, None) == [[(1, 2), (2, 4)]]
-    assert workers(2).run(without_optimizers, _layout("pp2", kind)) == [[(1, 2), (2, 4)]] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -14,17 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import ActivationsConfig
-from lightning_3d.errors import ConfigError, PlanError, StepError
+from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.precision.plugin import ThreeDPrecision
 from tests.models import Regression, TinyGPT, features
-from tests.parity import Layout, assert_same_state, fitted, whole_state
-from tests.workers import WorkerError, WorkerPools
+from tests.parity import Layout, fitted, whole_state
+from tests.workers import WorkerPools
 
 WIDTH = 16
 MODES = ("full", "selective")
@@ -148,143 +146,6 @@ def test_a_block_does_to_the_world_what_it_does_without_recomputation(workers: W
 
 
 # ---- settings
-
-
-class Decaying(nn.Linear):
-    """Changes its weight in each forward: shrinks or clamps it."""
-
-    def __init__(self, is_clamping: bool) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.is_clamping = is_clamping
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.1, 0.1) if self.is_clamping else self.weight.mul_(0.9)
-        return super().forward(x)
-
-
-class Smoothing(nn.Module):
-    """Its model changes the large table that it reads."""
-
-    table: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("table", torch.randn(2048, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.first(x) * self.table.mean(0)
-        return output
-
-
-class OneBlock(Regression):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.stem, self.blocks, self.head = nn.Linear(8, WIDTH), nn.ModuleList([block]), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.blocks[0](self.stem(x)))
-        return output
-
-
-class SmoothingRegression(OneBlock):
-    def __init__(self) -> None:
-        super().__init__(Smoothing())
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.blocks[0].table.mul_(0.9)  # type: ignore[union-attr,operator]
-        return loss
-
-
-class Swapping(OneBlock):
-    """Has other weights in its block, or a hook there, for forwards alone."""
-
-    def __init__(self, is_hooking: bool) -> None:
-        super().__init__(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-        self.is_hooking, self.others = is_hooking, nn.ParameterList([torch.ones(WIDTH, WIDTH)])
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        linear: Any = self.blocks[0][0]  # type: ignore[index]
-        if self.is_hooking:
-            hook = linear.register_forward_hook(lambda module, args, output: output * 1.5)
-            loss = super().training_step(batch, batch_idx)
-            hook.remove()
-            return loss
-        own, linear.weight = linear.weight, self.others[0]
-        loss = super().training_step(batch, batch_idx)
-        linear.weight = own
-        return loss
-
-
-class DecayingRegression(OneBlock):
-    def __init__(self, is_clamping: bool) -> None:
-        super().__init__(nn.Sequential(nn.Tanh(), Decaying(is_clamping)))
-
-
-def _trains(model: Any, mode: str, blocks: tuple[str, ...]) -> dict[str, Tensor]:
-    trainer, _ = fitted(Layout(activations={"recompute": mode, "blocks": blocks}), model, data=features)
-    return whole_state(trainer)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_can_not_be_put_back_is_refused(workers: WorkerPools, mode: str) -> None:
-    run, blocks = partial(workers(1).run, _trains), ("blocks.*",)
-    clamping = partial(DecayingRegression, True)
-    (plain,), (found,) = run(clamping, "none", ()), run(clamping, mode, blocks)
-    for fqn, value in plain.items():
-        torch.testing.assert_close(found[fqn], value, rtol=0, atol=1e-6)
-    with pytest.raises(WorkerError, match=r"blocks\.0 changed a weight of its own of shape \(16, 16\) in place"):
-        run(partial(DecayingRegression, False), mode, blocks)
-    for model, message in (
-        (SmoothingRegression, r"buffer of shape \(2048, 16\), which its forward left alone, was changed"),
-        (partial(Swapping, False), "a parameter or module in it was replaced since its forward"),
-        (partial(Swapping, True), "a hook that changed what its forward computed was removed since"),
-    ):
-        with pytest.raises(WorkerError, match=message):
-            run(model, mode, blocks)
-
-
-class Functional(OneBlock):
-    """Calls all of it with other weights, which lead back to its own."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        weights = {name: weight * 0.8 for name, weight in self.named_parameters()}
-        return F.mse_loss(functional_call(self, weights, (batch[0],)), batch[1])
-
-
-class Vectorized(OneBlock):
-    """Calls a block for one sample at a time."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(torch.vmap(self.blocks[0])(self.stem(x)))  # type: ignore[arg-type]
-        return output
-
-
-@pytest.mark.parametrize("model", [Functional, Vectorized])
-def test_calls_by_transforms_and_with_other_weights_run_as_they_are(workers: WorkerPools, model: type) -> None:
-    run = partial(workers(1).run, _trains, model)
-    (plain,), (found,) = run("none", ()), run("full", ("blocks.*",))
-    assert_same_state([found], plain)
-
-
-def _refused(layout: Layout, model: type[Regression]) -> str:
-    with pytest.raises(StepError) as raised:
-        fitted(layout, model, data=features)
-    return str(raised.value)
-
-
-def test_calls_with_other_weights_are_refused_where_a_block_s_own_are_gathered(workers: WorkerPools) -> None:
-    for error in workers(2).run(_refused, Layout(dp=2, zero=3), Functional):
-        assert re.match(r"\w+\S* is a Tensor in place of a parameter in a call of ", error), error
-        assert "zero.stage below 3" in error
 
 
 @pytest.mark.parametrize(

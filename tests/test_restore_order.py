@@ -8,10 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_3d import CheckpointError
 from tests.models import ADAM_EPS, TinyMLP, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
@@ -95,20 +93,6 @@ class Edits(Resumes):
         saved["state"][first] = {**values, "exp_avg": values["exp_avg"] * 3}
 
 
-class Copies(Resumes):
-    """Treats the states as the dictionaries that they are in one process."""
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        state = checkpoint["state_dict"].copy()
-        first = next(iter(state))
-        checkpoint["state_dict"] = state | {first: state[first] / 2}
-        checkpoint["state_dict"].copy().clear()
-        (saved,) = checkpoint["optimizer_states"]
-        for values in saved["state"].values():
-            values["exp_avg"].mul_(0.5)
-
-
 class Grows(Resumes):
     """Takes the shape that its checkpoint has, as an extended vocabulary does."""
 
@@ -133,7 +117,7 @@ def _in_layouts(module: type[Resumes]) -> list[tuple[Any, dict[str, Tensor]]]:
     return [_resumed(layout, module) for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize("module", [Resumes, StartsAnew, Edits, Copies, Grows])
+@pytest.mark.parametrize("module", [Resumes, StartsAnew, Edits, Grows])
 def test_hooks_come_in_the_order_of_one_process_and_change_what_is_restored(
     workers: WorkerPools, module: type[Resumes]
 ) -> None:
@@ -146,41 +130,3 @@ def test_hooks_come_in_the_order_of_one_process_and_change_what_is_restored(
         assert rates == {"configure_optimizers with 0.025"}  # planning may ask for them, too
         assert found[1:] == expected[1:]
         assert_same_state([found_state], state)
-
-
-class Keeps(torch.optim.SGD):
-    """Its state of a parameter is a list of tensors, as SOAP's, or a tuple."""
-
-    kind: type[Any] = list
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["bases"] = self.kind([torch.eye(2)])
-        return super().step(closure)
-
-
-class WithLists(TinyMLP):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Keeps(self.parameters(), lr=0.1)
-
-
-def _with_checkpoints(layout: Layout, kind: type[Any]) -> None:
-    Keeps.kind = kind
-    saves = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(".", every_n_epochs=1)]}
-    with pytest.raises(CheckpointError) as raised:
-        trained(layout, WithLists, limit_train_batches=2, **saves)
-    assert f"state 'bases' of layers.0.weight in Keeps is a {kind.__name__}" in str(raised.value)
-    assert "prepare to save Keeps" in str(raised.value)
-    trained(layout, WithLists)  # without checkpoints it trains
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [(Layout(dp=2, zero=1, zero_settings={"optimizer_steps": "rows"}), list), (Layout(dp=2, zero=3), tuple)],
-    ids=str,
-)
-def test_states_that_cannot_be_saved_are_told_after_the_first_step(
-    workers: WorkerPools, layout: Layout, kind: type[Any]
-) -> None:
-    workers(2).run(_with_checkpoints, layout, kind)
