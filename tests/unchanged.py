@@ -20,7 +20,7 @@ from lightning_3d.torch_internals.pytree import registered_dataclasses
 
 _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_utilities")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
-IN_CLASSES = (*_CODE, staticmethod, classmethod, property, types.GetSetDescriptorType)
+_IN_CLASSES = (*_CODE, staticmethod, classmethod, property, types.GetSetDescriptorType)
 _REPLACED = ("torch.utils.data.dataloader", "torch.utils.data.sampler")
 
 Present = dict[str, Any]
@@ -54,14 +54,14 @@ def changed_code(before: Code, after: Code) -> list[str]:
         now = after.get(owner, {})
         if len(was) == len(now) and all(map(operator.is_, was.values(), now.values())):
             continue
-        code = {name: value for name, value in was.items() if issubclass(type(value), IN_CLASSES)}
+        code = {name: value for name, value in was.items() if issubclass(type(value), _IN_CLASSES)}
         found += [
             f"{owner}.{name}: {value!r} -> {now.get(name)!r}"
             for name, value in code.items()
             if now.get(name) is not value
         ]
         if "__module__" in was:  # a class
-            new = {name: now[name] for name in now.keys() - was.keys() if issubclass(type(now[name]), IN_CLASSES)}
+            new = {name: now[name] for name in now.keys() - was.keys() if issubclass(type(now[name]), _IN_CLASSES)}
             found += [f"{owner}.{name}: is new" for name, value in new.items() if _is_seen(owner, value)]
     return found
 
