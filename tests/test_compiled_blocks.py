@@ -22,8 +22,7 @@ from lightning_3d.torch_internals.dispatch import IsKept
 from lightning_3d.torch_internals.dynamo import compiled, modules_watched
 from lightning_3d.trace.interception import Router
 from lightning_3d.waits import CountedWait, not_told
-from tests.law.models.compiled import WIDTH, Drawing, Habits
-from tests.models import Block, Regression, TinyGPT, features
+from tests.models import Block, TinyGPT
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
 
@@ -87,33 +86,6 @@ def test_compiled_blocks_train_as_eager_ones(workers: WorkerPools, name: str) ->
     assert_same_state([state for state, _, _ in compiled], eager[0][0])
     assert all(num for _, num, _ in eager)
     assert [(num, told) for _, num, told in compiled] == [(0, [])] * layout.world_size
-
-
-class DrawingNet(Regression):
-    """Its block draws into a view, which torch's compiler gets wrong."""
-
-    lr = 0.05
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet, self.block, self.head = nn.Linear(8, WIDTH), Drawing(), nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(self.block(self.inlet(x)))
-        return output
-
-
-@pytest.mark.parametrize(
-    ("model", "told"), [(Habits, ["adds with a factor"]), (DrawingNet, ["draws random numbers into a view"])]
-)
-def test_what_compilers_get_wrong_is_as_in_one_process(
-    workers: WorkerPools, model: Callable[[], Any], told: list[str]
-) -> None:
-    ((expected, _, _),) = workers(1).run(_trained, None, model, {"data": features})
-    ((found, _, warned),) = workers(1).run(_trained, Layout(compile_backend="aot_eager"), model, {"data": features})
-    assert_same_state([found], expected)
-    assert len(warned) == len(told)
-    assert all(text in one for text, one in zip(told, warned, strict=True))
 
 
 def _shapes() -> tuple[list[Any], list[str], int]:

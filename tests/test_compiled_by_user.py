@@ -22,7 +22,7 @@ from tests.parity import (
     run_layout,
     whole_state,
 )
-from tests.workers import WorkerError, WorkerPools
+from tests.workers import WorkerPools
 
 # Dynamo looks at `grad` of what it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -66,31 +66,6 @@ class DoesNotLog(TinyMLP):
 def test_compiled_code_trains_as_in_one_process(workers: WorkerPools, layout: Layout) -> None:
     job = Job(model=CompilesParts, data=features)
     assert_parity(job, run_layout(workers, job, layout))
-
-
-class CompilesWholeGraph(TinyMLP):
-    """Its output has so many features that it may be logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 32))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = _whole_distance(self(batch[0]), batch[1])
-        return loss
-
-
-_whole_distance = torch.compile(lambda x, y: (x[:, :4] - y).square().mean(), backend="aot_eager", fullgraph=True)
-
-
-def _fitted(layout: Layout, model: type[TinyMLP]) -> None:
-    fitted(layout, model, data=features, limit_val_batches=0)
-
-
-def test_a_whole_graph_of_what_may_be_logits_is_refused_with_the_setting_that_helps(workers: WorkerPools) -> None:
-    with pytest.raises(WorkerError, match=r"activations\.fused_loss='never'"):
-        workers(1).run(_fitted, Layout(), CompilesWholeGraph)
-    workers(1).run(_fitted, Layout(activations={"fused_loss": "never"}), CompilesWholeGraph)
 
 
 def _compiled_whole() -> Any:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.callbacks import ScheduleTimeline
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import runner_of
 from lightning_3d.parts.layout import LAYOUT
@@ -103,8 +102,7 @@ def _fit(layout: Layout, fails: bool) -> list[str]:
     """What a fit leaves changed: of torch, Lightning and the process; of the user's objects."""
     model = Model(fails)
     settings: dict[str, Any] = {**QUIET, "max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": False}
-    pictures = [ScheduleTimeline(step=0)] if layout.pp > 1 else []
-    trainer = L.Trainer(devices=layout.world_size, strategy=layout.strategy(), callbacks=pictures, **settings)
+    trainer = L.Trainer(devices=layout.world_size, strategy=layout.strategy(), **settings)
     before, objects = Surroundings(), _users_objects(model)
     with pytest.raises((Failure, TraceError)) if fails else nullcontext():
         trainer.fit(model, loader(tokens(18), global_batch_size=8))

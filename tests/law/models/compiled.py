@@ -73,18 +73,6 @@ class Quantizing(nn.Module):
         return torch.tanh(self.second(x + (quantized - x).detach())) + x
 
 
-class Drawing(nn.Module):
-    """Draws into a part of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.empty(len(x), 2 * WIDTH)[:, ::2].normal_()
-        return torch.tanh(self.second(torch.tanh(self.first(x)) + 0.1 * noise))
-
-
 class Caching(nn.Module):
     """Puts values into a dict and a list of its caller."""
 
