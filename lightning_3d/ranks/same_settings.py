@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer, callbacks
@@ -37,20 +36,16 @@ def check_same_settings(trainer: Trainer, config: ThreeDConfig) -> None:
     """
     shared = [callback.state_key for callback in callbacks_of(trainer) if isinstance(callback, _OF_ALL_RANKS)]
     names = [name for name in inspect.signature(Trainer).parameters if name not in _OF_EACH_RANK]
-    flags = {name: getattr(trainer, name, None) for name in names}
-    plain = {f"Trainer({name}=...)": [str(v)] for name, v in flags.items() if isinstance(v, int | float | str | None)}
-    mine = {"strategy": [str(config)], "what the Trainer runs": [str(trainer.state.fn)], "callbacks": shared} | plain
+    flags = {f"Trainer({name}=...)": getattr(trainer, name, None) for name in names}
+    mine = {"strategy": str(config), "what the Trainer runs": str(trainer.state.fn)}
+    mine |= {"callbacks": ", ".join(shared) or "none of these"}
+    mine |= {name: str(value) for name, value in flags.items() if isinstance(value, int | float | str | None)}
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
-        if name := next((name for name in first if first[name] != theirs[name]), None):
+        if name := next((name for name in first if first[name] != theirs.get(name)), None):
             raise ConfigError(
-                f"The ranks were given different settings: {name}: {_without(first[name], theirs[name])} on rank 0,"
-                f" {_without(theirs[name], first[name])} on rank {rank}. Give every rank the same."
+                f"The ranks were given different settings: {name}: {first[name]} on rank 0, {theirs.get(name)} on rank"
+                f" {rank}. Give every rank the same."
             )
-
-
-def _without(lines: Sequence[str], others: Sequence[str]) -> str:
-    left = [line for line in lines if line not in others]
-    return ", ".join(left[:3]) + (", ..." if left[3:] else "") or "none of these"
