@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_3d import ThreeDStrategy
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig

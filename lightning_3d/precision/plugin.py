@@ -328,18 +328,11 @@ def _refuse_fp16(names: Mapping[nn.Parameter, str]) -> None:
 
 def _refuse_other_scaler(scaler: torch.amp.GradScaler) -> None:
     """Refuse a scaler that the user has set, as ours takes its place."""
-    if not scaler.is_enabled():
+    if scaler.state_dict() != torch.amp.GradScaler("cpu").state_dict():  # that of a disabled one is empty
         raise ConfigError(
-            "a GradScaler with enabled=False would be ignored: strategy='3d' scales losses of fp16. Leave the scaler"
-            " out; with precision.loss_scale=1 losses are not scaled"
-        )
-    defaults = torch.amp.GradScaler("cpu").state_dict()
-    changed = ", ".join(f"{name}={value:g}" for name, value in scaler.state_dict().items() if value != defaults[name])
-    if changed:
-        raise ConfigError(
-            f"a GradScaler with {changed} would be ignored: strategy='3d' scales losses itself, alike on all ranks."
-            " Leave the scaler out, and set precision.initial_scale_power and precision.loss_scale_window of the"
-            " strategy, or precision.loss_scale."
+            "a GradScaler with settings of its own would be ignored: strategy='3d' scales losses itself, alike on all"
+            " ranks. Leave the scaler out, and set precision.initial_scale_power and precision.loss_scale_window of the"
+            " strategy, or precision.loss_scale, of which 1 scales nothing."
         )
 
 
