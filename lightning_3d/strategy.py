@@ -25,7 +25,7 @@ from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.configured import Configured
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
-from lightning_3d.config.settings import BatchConfig, ThreeDConfig, unknown_keys_named
+from lightning_3d.config.settings import BatchConfig, ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.data.resuming import Resuming
@@ -87,7 +87,6 @@ class ThreeDStrategy(Configured, StepsStrategy):
         ConfigError: a key or value that is not allowed.
     """
 
-    @unknown_keys_named
     def __init__(
         self,
         pipeline_parallel_size: int = 1,

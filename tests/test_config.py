@@ -133,15 +133,6 @@ def test_wrong_values_are_refused(mapping: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "nearest"),
-    [("pipeline_paralel_size", "pipeline_parallel_size"), ("timout", "timeout"), ("stage", "zero.stage")],
-)
-def test_a_wrong_keyword_of_the_strategy_names_the_nearest(key: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown config key '{key}': the nearest valid key is '{nearest}'"):
-        ThreeDStrategy(**{key: 2})
-
-
-@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("zero.stge=2", "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"),

@@ -8,13 +8,11 @@ misspelt choice or a size of 0. What depends on the world size or on the model i
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, ParamSpec, cast, get_type_hints
+from typing import Any, ClassVar, Literal, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,8 +27,6 @@ from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError
-
-P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,11 +197,12 @@ def _read_section(cls: Any, source: object) -> Any:
         source = _plain_container(source)
     if not isinstance(source, Mapping):
         raise ConfigError(f"{cls.section or 'config'}={source!r} is not allowed: use a mapping or a {cls.__name__}")
-    annotations = get_type_hints(cls, include_extras=True)
+    annotations, names = get_type_hints(cls, include_extras=True), [item.name for item in fields(cls)]
     values: dict[str, object] = {}
     for key, value in source.items():
-        annotation = annotations.get(key)
-        values[str(key)] = _read_section(annotation, value) if is_dataclass(annotation) else value
+        if key not in names:
+            raise _unknown_key(f"{cls.section}.".lstrip("."), str(key), names)
+        values[key] = _read_section(annotations[key], value) if is_dataclass(annotations[key]) else value
     return cls(**values)
 
 
@@ -215,24 +212,6 @@ def _plain_container(node: object) -> object:
         return OmegaConf.to_container(cast(Any, node), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the config can't be resolved: {error}") from error
-
-
-def unknown_keys_named(init: Callable[P, None], section: str = "") -> Callable[P, None]:
-    """Let the constructor of a section, or one that takes sections, name the nearest key to an unknown one."""
-    names = list(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for key in kwargs:
-            if key not in names:
-                raise _unknown_key(f"{section}.".lstrip("."), key, names)
-        init(*args, **kwargs)
-
-    return checked
-
-
-for _config in (ThreeDConfig, *_SECTIONS):
-    _config.__init__ = unknown_keys_named(_config.__init__, _config.section)
 
 
 def _unknown_key(prefix: str, key: str, names: Sequence[str]) -> ConfigError:
