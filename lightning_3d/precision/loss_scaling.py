@@ -127,20 +127,13 @@ class LossScaling:
 
     Args:
         held: Gives the plain tensors that the gradients of parameters lie in on this rank.
-        names: Parameter -> its FQN, in the module's order.
         device: The strategy's.
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        config: PrecisionConfig,
-        *,
-        held: HeldGradients,
-        names: Mapping[nn.Parameter, str],
-        device: torch.device,
+        self, optimizers: Sequence[Optimizer], config: PrecisionConfig, *, held: HeldGradients, device: torch.device
     ) -> None:
-        self._held, self._names, self._device = held, names, device
+        self._device = device
         self._scaled = {optimizer: ScaledGradients(optimizer, held) for optimizer in optimizers}
         self.scale = LossScale(config)
         """That of the loss whose backward comes."""
@@ -166,22 +159,11 @@ class LossScaling:
         scaled.unscale(self._device)
         if scaled.has_overflowed and self.scale.is_spent:
             raise StepError(
-                f"The gradient of {self._first_not_finite(scaled)} is not finite at the smallest loss scale,"
+                f"Gradients of {type(optimizer).__name__} are not finite at the smallest loss scale,"
                 f" {self.scale.value:g}, so the loss scale can't be halved once more."
                 " The model or its data make these values, not the scale: look at them with"
                 " Trainer(detect_anomaly=True), or train with precision='bf16-mixed'."
             )
-
-    def _first_not_finite(self, scaled: ScaledGradients) -> str:
-        """The FQN of the first parameter of the module with such a gradient on any rank."""
-        indices = {parameter: index for index, parameter in enumerate(self._names)}
-        found = [len(indices)]
-        for parameter in scaled.parameters():
-            if parameter in indices and any(not g.isfinite().all() for g in self._held([parameter])):
-                found.append(indices[parameter])
-        first = torch.tensor([min(found)], device=self._device)
-        dist.all_reduce(first, dist.ReduceOp.MIN)
-        return list(self._names.values())[int(first.item())]
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's last gradients overflowed, so that it did not step."""

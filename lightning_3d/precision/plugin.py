@@ -140,7 +140,7 @@ class ThreeDPrecision(Precision):
         self._scaling = None
         if self.scales_losses:
             held = self._zero.held_gradients
-            self._scaling = LossScaling([*kinds], config, held=held, names=self._names, device=self._device)
+            self._scaling = LossScaling([*kinds], config, held=held, device=self._device)
         if self._widens and (together := [type(o).__name__ for o, kind in kinds.items() if kind == "all"]):
             raise StepError(
                 f"{together[0]} steps all parameters together, and remembers them, so that it can't step fp32 master"
