@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
-from torch.optim import Optimizer
 
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import alike
@@ -16,7 +14,6 @@ from lightning_3d.torch_internals.fsdp import move_shards, shards_of, when_gathe
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.store import Advice, Store
-from lightning_3d.zero.optimizer_kind import OptimizerKind
 
 _WINDOW = 64  # MiB
 
@@ -50,16 +47,8 @@ def offload_parameters(place: str, root: nn.Module) -> Store:
     return store
 
 
-def offloaded_steps(
-    config: ZeroConfig,
-    zero: Zero,
-    kinds: Mapping[Optimizer, OptimizerKind],
-    device: torch.device,
-) -> OffloadedSteps | None:
+def offloaded_steps(config: ZeroConfig, zero: Zero, device: torch.device) -> OffloadedSteps | None:
     """How optimizers step elsewhere than on the device, if they do; every rank calls it.
-
-    Args:
-        kinds: Of the optimizers.
 
     Raises:
         OffloadError: the directory can't be written, on any rank.
@@ -72,4 +61,4 @@ def offloaded_steps(
     assert store is not None
     zero.keep_states(store.zeros)
     window_bytes = 2**20 * (_WINDOW if config.offload_window == "auto" else config.offload_window)
-    return OffloadedSteps(store, zero.parameter_store, window_bytes=window_bytes, device=device, kinds=kinds)
+    return OffloadedSteps(store, zero.parameter_store, window_bytes=window_bytes, device=device)

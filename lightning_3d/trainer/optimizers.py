@@ -81,7 +81,7 @@ class TrainedOptimizers:
             self._steps = LocalSteps(
                 zero,
                 check=precision.refuse_unchecked,
-                offload=offloaded_steps(config.zero, zero, kinds, device),
+                offload=offloaded_steps(config.zero, zero, device),
                 masters=masters,
                 alike=KeptAlike(mesh.group("tp")) if mesh.shape.tp > 1 else None,
             )
@@ -106,18 +106,15 @@ class TrainedOptimizers:
 
     def begin_batch(self) -> None:
         """Before a training step."""
-        self._steps.end_failed()
+        self._steps.refuse_unfinished()
         if self.meter is not None:
             self.meter.begin_batch()
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the step of an optimizer; one that raises, on one rank maybe, is ended on all."""
+        """Around the step of an optimizer."""
         try:
             yield
-        except Exception as error:
-            self._steps.fail(optimizer, error)
-            raise
         finally:
             self._steps.leave(optimizer)
         self._parallel.runner.after_optimizer_step()

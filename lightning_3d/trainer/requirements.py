@@ -190,13 +190,9 @@ def check_optimizers(
     Every rank calls it.
     """
     _raise_first(StepError, _problems_of_strangers(optimizers, module))
-    cuts = (0, 1) if mesh.shape.tp > 1 else (0,)
     if config.optimizer_steps == "auto":
-        in_windows = config.offload_optimizer != "none"
-        on = torch.device("cpu") if in_windows else device
-        found = on_one_rank(
-            lambda: [optimizer_kind(optimizer, cuts=cuts, device=on, in_windows=in_windows) for optimizer in optimizers]
-        )
+        on = device if config.offload_optimizer == "none" else torch.device("cpu")
+        found = on_one_rank(lambda: [optimizer_kind(optimizer, device=on) for optimizer in optimizers])
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))

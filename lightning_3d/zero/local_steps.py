@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.distributed.agreement import alike, raise_alike
 from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import is_shard
+from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
 from lightning_3d.zero.master_weights import MasterWeights, is_half, without_masters
-from lightning_3d.zero.offload.steps import KnownLoss, OffloadedSteps, Window, repeated_closure
+from lightning_3d.zero.offload.steps import OffloadedSteps, Window
 from lightning_3d.zero.offload.windows import Part
 from lightning_3d.zero.shard import plain
 
@@ -54,7 +54,7 @@ class LocalSteps:
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
         self._swapped: dict[Optimizer, _Swapped | Window] = {}
         self._lent: dict[Optimizer, list[nn.Parameter]] = {}  # parameters that are stepped in fp32 now
-        self._failed: dict[Optimizer, None] = {}  # whose last step was left by an exception, in one order on all ranks
+        self._unfinished: set[Optimizer] = set()  # whose step has begun
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
         self._optimizers: Sequence[Optimizer] = ()
 
@@ -90,11 +90,10 @@ class LocalSteps:
     def _bring_home(self, optimizer: Optimizer) -> None:
         """Make master weights where they are to lie, one after the other, and move all other states there."""
         assert self._offload is not None
-        with alike() if self._offload.can_fail else nullcontext():
-            for parameter in self._parameters(optimizer):
-                if parameter.requires_grad and not self._zero.shards[parameter].is_elsewhere:
-                    self._make_master(optimizer, parameter, self._offload)
-            self._offload.bring_home(optimizer)
+        for parameter in self._parameters(optimizer):
+            if parameter.requires_grad and not self._zero.shards[parameter].is_elsewhere:
+                self._make_master(optimizer, parameter, self._offload)
+        self._offload.bring_home(optimizer)
 
     def _make_master(self, optimizer: Optimizer, parameter: nn.Parameter, offload: OffloadedSteps) -> None:
         if self._masters is not None and self._is_widened(parameter):
@@ -126,6 +125,8 @@ class LocalSteps:
         self._depth[optimizer] += 1
         if self._depth[optimizer] > 1:
             return args, kwargs
+        if optimizer in self._unfinished:
+            self.refuse_unfinished()
         rest = args[1:] if args and args[0] is optimizer else args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
@@ -133,11 +134,9 @@ class LocalSteps:
             return args, kwargs
 
         def run() -> Any:
-            if self._offload is not None and optimizer in self._swapped:
-                raise repeated_closure(optimizer)
             self._put_back(optimizer)  # a closure may be called again
             result = closure()
-            self._enter(optimizer, KnownLoss(optimizer, result))
+            self._enter(optimizer)
             return result
 
         if rest:
@@ -148,9 +147,6 @@ class LocalSteps:
         self._depth[optimizer] -= 1
         if self._depth[optimizer] > 0:
             return
-        self._end(optimizer, None)
-
-    def _end(self, optimizer: Optimizer, error: Exception | None) -> None:
         del self._depth[optimizer]
         self._put_back(optimizer)
         if self._offload is not None:
@@ -158,34 +154,21 @@ class LocalSteps:
         parameters = self._parameters(optimizer)
         self._zero.begin_gather(_trained(parameters))
         self._zero.drop_gradients([*parameters, *self._unused()])
-        if self._has_owners(optimizer):
-            raise_alike(error)
+        self._unfinished.discard(optimizer)
 
     def _unused(self) -> list[nn.Parameter]:
         """Parameters of no optimizer, which may get one: their gradients until then are not to be stepped."""
         used = {parameter for optimizer in self._optimizers for parameter in self._parameters(optimizer)}
         return [parameter for parameter in self._zero.shards if parameter not in used]
 
-    def fail(self, optimizer: Optimizer, error: Exception) -> None:
-        """After a step that raised: raise on all ranks where each steps other parameters, and so may fail alone."""
-        if optimizer not in self._swapped:  # in its closure
-            return
-        self.leave(optimizer)
-        if self._has_owners(optimizer):
-            self._failed.pop(optimizer, None)
-            self._end(optimizer, error)
-
-    def _has_owners(self, optimizer: Optimizer) -> bool:
-        """Whether other ranks step other parameters, of any pipeline stage; alike on all ranks."""
-        return any(parameter in self._zero.owners for group in optimizer.param_groups for parameter in group["params"])
-
-    def _enter(self, optimizer: Optimizer, *closure: KnownLoss) -> None:
+    def _enter(self, optimizer: Optimizer) -> None:
         self._check(optimizer)
+        self._unfinished.add(optimizer)
         self._zero.settle()
         self._zero.reduce_late()
         if self._offload is not None:
             parts = self._offloaded(optimizer, self._offload)
-            self._swapped[optimizer] = self._offload.enter(optimizer, parts, *closure)
+            self._swapped[optimizer] = self._offload.enter(optimizer, parts)
             return
         swapped: dict[nn.Parameter, nn.Parameter | None] = {}
         whole: list[Tensor] = []
@@ -245,26 +228,21 @@ class LocalSteps:
             before.data = own  # the same object: an optimizer may keep what it knows of a parameter by the parameter
         return before
 
-    def end_failed(self) -> None:
-        """Where the user's code goes on after a step that failed, gather what every rank has stepped of it by then.
+    def refuse_unfinished(self) -> None:
+        """Where the user's code goes on after a step that an exception has left.
 
-        Not where it fails, since other ranks may not have failed.
+        Raises:
+            StepError: each rank has stepped some of its parameters, and others have not got them.
         """
-        for optimizer, swapped in list(self._swapped.items()):
-            zeroed = swapped.without_gradients() if isinstance(swapped, _Swapped) else []  # by the user's code
-            self.leave(optimizer)
-            for parameter in zeroed:
-                parameter.grad = None
-            self._zero.drop_gradients(zeroed)
-        for optimizer in self._failed:
-            self._zero.begin_gather(_trained(self._parameters(optimizer)))
-        self._failed.clear()
+        for optimizer in self._unfinished:
+            raise StepError(
+                f"The last step of {type(optimizer).__name__} was left by an exception, with some parameters stepped"
+                " and others not: end the run and resume from a checkpoint."
+            )
 
     def leave(self, optimizer: Optimizer) -> None:
         """Give an optimizer the module's parameters back, if its step failed."""
         del self._depth[optimizer]
-        if optimizer in self._swapped:
-            self._failed[optimizer] = None
         self._put_back(optimizer)
 
     def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -295,10 +273,6 @@ class _Swapped:
             swapped = [parts.get(parameter, parameter) for parameter in group["params"]]
             group["params"] = [parameter for parameter in swapped if parameter is not None]
         _rekey(optimizer, self._parts)
-
-    def without_gradients(self) -> list[nn.Parameter]:
-        """The parameters whose parts have no gradient now."""
-        return [parameter for parameter, part in self._parts.items() if part.grad is None]
 
     def back(self) -> None:
         """The other way."""

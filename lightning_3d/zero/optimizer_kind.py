@@ -53,23 +53,18 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def optimizer_kind(
-    optimizer: Optimizer, *, cuts: Sequence[int] = (0,), device: torch.device = _CPU, in_windows: bool = False
-) -> OptimizerKind:
+def optimizer_kind(optimizer: Optimizer, *, device: torch.device = _CPU) -> OptimizerKind:
     """Find the kind of an optimizer. Nothing of it is changed.
 
     Copies of it step random tensors: whole, beside others, cut in two, beside an empty one.
 
     Args:
-        cuts: Dims along which ranks share parameters.
         device: Where it steps.
-        in_windows: Whether one step is several calls, each for some of the parameters. Settings in the groups are in
-            each call those from before the step.
     """
     if is_known(optimizer):
         return "rows"
     with _undisturbed():
-        kinds = {_kind(optimizer, group, dim, cuts, device, in_windows) for group, dim in _cases(optimizer)}
+        kinds = {_kind(optimizer, group, dim, device) for group, dim in _cases(optimizer)}
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
 
 
@@ -106,24 +101,21 @@ def _cases(optimizer: Optimizer) -> list[tuple[dict[str, Any], int]]:
     return list(cases.values())
 
 
-def _kind(
-    optimizer: Optimizer, group: dict[str, Any], dim: int, cuts: Sequence[int], device: torch.device, in_windows: bool
-) -> OptimizerKind:
+def _kind(optimizer: Optimizer, group: dict[str, Any], dim: int, device: torch.device) -> OptimizerKind:
     for dtype in _TOLERANCES:
         first, second = (_problem(dim, dtype, device) for _ in range(2))
         try:
             alone = _try(optimizer, group, [[first], []])
-            problems, ways = [[first, second], [second]], {False, in_windows}
-            all_others = [_try(optimizer, group, problems, in_windows=way) for way in ways]
+            beside = _try(optimizer, group, [[first, second], [second]])
         except Exception:  # of the user's class: whatever it can't do with such tensors
             continue
         # What is counted in a group is to be alike on all ranks, of which some have none of its parameters.
-        is_alike = all(_are_close(alone.moved, o.moved) and alone.settings == o.settings for o in all_others)
+        is_alike = _are_close(alone.moved, beside.moved) and alone.settings == beside.settings
         if not is_alike or not alone.moved.any():
             return "all"
         try:
             is_by_rows = _are_close(alone.moved, _try(optimizer, group, [[first, _part(first, 0, 0, 0)]]).moved)
-            for cut in (cut for cut in cuts if cut < dim):
+            for cut in range(min(dim, 2)):  # as ZeRO and tensor parallel share parameters
                 size = first[0].shape[cut]
                 ends = (0, size * 2 // 3, size)
                 parts = [_part(first, cut, *pair) for pair in pairwise(ends)]
@@ -162,28 +154,15 @@ class _Trial:
     num_states: int
 
 
-def _try(
-    optimizer: Optimizer, settings: dict[str, Any], groups: Sequence[Sequence[_Problem]], *, in_windows: bool = False
-) -> _Trial:
-    """Step a copy of an optimizer with other parameters, in groups of the same settings.
-
-    Args:
-        in_windows: Whether each parameter is stepped by a call of its own.
-    """
+def _try(optimizer: Optimizer, settings: dict[str, Any], groups: Sequence[Sequence[_Problem]]) -> _Trial:
+    """Step a copy of an optimizer with other parameters, in groups of the same settings."""
     parameters = [[nn.Parameter(_new(values)) for values, _ in group] for group in groups]
     copied = _copied(optimizer)
     copied.param_groups = [{**copy.deepcopy(settings), "params": group} for group in parameters]
     for step in range(_STEPS):
         for parameter, (_, gradients) in zip(chain(*parameters), chain(*groups), strict=True):
             parameter.grad = _new(gradients[step])
-        before = [dict(group) for group in copied.param_groups]
-        windows = [[parameter] for parameter in chain(*parameters)] if in_windows else [list(chain(*parameters))]
-        for window in windows:
-            for group, kept in zip(copied.param_groups, before, strict=True):
-                group.update(kept, params=[p for p in kept["params"] if any(p is other for other in window)])
-            copied.step()
-        for group, kept in zip(copied.param_groups, before, strict=True):
-            group["params"] = kept["params"]
+        copied.step()
     first, settings_now = parameters[0][0], [{**group, "params": None} for group in copied.param_groups]
     states = [leaf for leaf in tree_leaves(copied.state[first]) if isinstance(leaf, Tensor)]
     return _Trial(

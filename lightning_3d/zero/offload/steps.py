@@ -6,15 +6,14 @@ is under way, whose hooks, profiler and result belong to the step as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.distributed.agreement import raise_alike
-from lightning_3d.errors import OffloadError, StepError
+from lightning_3d.errors import OffloadError
 from lightning_3d.torch_internals.optimizers import step_without_hooks
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.master_weights import follow
@@ -22,7 +21,7 @@ from lightning_3d.zero.offload.copies import HostCopies, Lent
 from lightning_3d.zero.offload.states import OffloadedStates
 from lightning_3d.zero.offload.store import Advice, Store
 from lightning_3d.zero.offload.windows import Part, Piece, deal
-from lightning_3d.zero.optimizer_kind import OptimizerKind
+from lightning_3d.zero.optimizer_kind import is_known
 
 
 class OffloadedSteps:
@@ -33,7 +32,6 @@ class OffloadedSteps:
         parameters: Of parameters that do not lie on the device, if there are such.
         window_bytes: Bytes of parameters that are stepped at a time.
         device: The strategy's.
-        kinds: How much of a parameter each optimizer has to see.
     """
 
     def __init__(
@@ -43,18 +41,10 @@ class OffloadedSteps:
         *,
         window_bytes: float,
         device: torch.device,
-        kinds: Mapping[Optimizer, OptimizerKind],
     ) -> None:
         self._stores, self._window_bytes = (store, parameters), window_bytes
-        self._kinds = kinds
         self._states, self._copies = OffloadedStates(store), HostCopies(device)
         self._stepped: dict[tuple[nn.Parameter, int], nn.Parameter] = {}  # the same in every step
-        self._failure: OffloadError | None = None
-
-    @property
-    def can_fail(self) -> bool:
-        """Whether room may be missing."""
-        return any(store.can_fail for store in self._stores)
 
     @torch.no_grad()
     def bring_home(self, optimizer: Optimizer, *only: nn.Parameter) -> None:
@@ -66,27 +56,23 @@ class OffloadedSteps:
             self._advise(held, Advice.NOT_FOR_A_WHILE)
 
     @torch.no_grad()
-    def enter(self, optimizer: Optimizer, parts: Sequence[Part], *closure: KnownLoss) -> Window:
+    def enter(self, optimizer: Optimizer, parts: Sequence[Part]) -> Window:
         """Step all windows but the last, which is in the optimizer's groups afterwards, until its ``back``.
 
-        Args:
-            closure: Of the step, if it has one.
+        Optimizers that may count their calls or look at several parameters, as others than torch's, have one window.
+
+        Raises:
+            OffloadError: a store had no room.
         """
-        pieces = deal(parts, self._window_bytes, by_rows=self._kinds[optimizer] == "rows")
-        settings = [dict(group) for group in optimizer.param_groups]
+        pieces = deal(parts, self._window_bytes if is_known(optimizer) else float("inf"))
         self._copies.begin()
         lent = self._fetch(pieces[0])
         for following in pieces[1:]:
             window, lent = self._open(optimizer, lent), self._fetch(following)
             try:
-                step_without_hooks(optimizer, *(known.again() for known in closure))
+                step_without_hooks(optimizer)
             finally:
                 window.back()
-            for group, before in zip(optimizer.param_groups, settings, strict=True):
-                group.clear()  # a step counted in the group is one step
-                group.update(before)
-            if self._failure is not None:
-                return self._open(optimizer, self._copies.fetch(()))
         return self._open(optimizer, lent)
 
     def _fetch(self, pieces: Sequence[Piece]) -> Lent:
@@ -104,10 +90,9 @@ class OffloadedSteps:
         try:
             for piece, parameter in zip(lent.pieces, stepped, strict=True):
                 self._states.lend(optimizer, piece, parameter)
-        except OffloadError as error:
+        except OffloadError:
             window.back()
-            self._failure = error
-            return Window(optimizer, (), (), lambda: None)
+            raise
         return window
 
     def _parameter(self, piece: Piece, values: Tensor, gradient: Tensor) -> nn.Parameter:
@@ -123,12 +108,9 @@ class OffloadedSteps:
     @torch.no_grad()
     def _close(self, optimizer: Optimizer, lent: Lent, stepped: Sequence[nn.Parameter]) -> None:
         self._copies.give_back(lent)
-        try:
-            for piece, parameter in zip(lent.pieces, stepped, strict=True):
-                parameter.grad = None
-                self._states.take_back(optimizer, piece, parameter)
-        except OffloadError as error:
-            self._failure = error
+        for piece, parameter in zip(lent.pieces, stepped, strict=True):
+            parameter.grad = None
+            self._states.take_back(optimizer, piece, parameter)
         self._advise(self._held(lent.pieces), Advice.NOT_FOR_A_WHILE)
 
     def _held(self, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -139,41 +121,8 @@ class OffloadedSteps:
             store.advise(tensors, advice)
 
     def finish(self) -> None:
-        """After a step; every rank calls it.
-
-        Raises:
-            OffloadError: a store had no room, on any rank.
-        """
+        """After a step."""
         self._copies.finish()
-        failure, self._failure = self._failure, None
-        if self.can_fail:
-            raise_alike(failure)
-
-
-class KnownLoss:
-    """A closure for the steps of windows: the user's has run, and may not run again."""
-
-    def __init__(self, optimizer: Optimizer, loss: object) -> None:
-        self._optimizer, self._loss, self._is_used = optimizer, loss, False
-
-    def again(self) -> KnownLoss:
-        """The same for another window."""
-        return KnownLoss(self._optimizer, self._loss)
-
-    def __call__(self) -> object:
-        if self._is_used:
-            raise repeated_closure(self._optimizer)
-        self._is_used = True
-        return self._loss
-
-
-def repeated_closure(optimizer: Optimizer) -> StepError:
-    """The error for a closure that is called again after parameters have been stepped."""
-    return StepError(
-        f"{type(optimizer).__name__} calls its closure several times in a step, but with zero.offload_optimizer its"
-        " parameters are stepped in windows after the first call. Use zero.offload_optimizer='none', or another"
-        " optimizer."
-    )
 
 
 class Window:

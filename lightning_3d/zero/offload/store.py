@@ -62,11 +62,6 @@ class Store:
         """
         return cls(None if place in ("none", "cpu") else Path(place).expanduser())
 
-    @property
-    def can_fail(self) -> bool:
-        """Whether room may be missing."""
-        return self._directory is not None
-
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor, or what it is a view of, lies here."""
         is_small = self._directory is None or tensor.nbytes < _PAGE

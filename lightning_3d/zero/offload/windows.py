@@ -57,17 +57,16 @@ class Piece:
         return tensor if self.rows is None else tensor[self.rows]
 
 
-def deal(parts: Iterable[Part], num_bytes: float, *, by_rows: bool) -> list[list[Piece]]:
+def deal(parts: Iterable[Part], num_bytes: float) -> list[list[Piece]]:
     """Deal parts to windows, in their order; at least one window, which may be empty.
 
     Args:
-        num_bytes: Of parameters, which a window exceeds only where one row alone, or one whole part, does.
-        by_rows: Whether large parts may be cut.
+        num_bytes: Of parameters, which a window exceeds only where one row alone does.
     """
     windows: list[list[Piece]] = [[]]
     filled = 0
     for part in parts:
-        for piece in _pieces(part, num_bytes if by_rows else float("inf")):
+        for piece in _pieces(part, num_bytes):
             if windows[-1] and filled + piece.values.nbytes > num_bytes:
                 windows.append([])
                 filled = 0
