@@ -24,7 +24,7 @@ from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trainer import parallel_model
 from lightning_3d.zero.offload import steps
 from lightning_3d.zero.offload.copies import Lent
-from lightning_3d.zero.offload.windows import Piece, deal
+from lightning_3d.zero.offload.windows import Part, deal
 from tests.models import LogsLoss, TinyGPT, loader, tokens
 from tests.optimizers import ByHand, Lars
 from tests.parity import QUIET, Job, Layout, assert_parity, fitted, run_layout, whole_state
@@ -285,7 +285,7 @@ def _waits_of_offload(precision: Any, window: float) -> tuple[dict[str, float], 
     settings = {"offload_optimizer": "cpu", "offload_window": window}
     windows: list[Any] = []
 
-    def dealt(*args: Any, **kwargs: Any) -> list[list[Piece]]:
+    def dealt(*args: Any, **kwargs: Any) -> list[list[Part]]:
         windows.extend(found := deal(*args, **kwargs))
         return found
 

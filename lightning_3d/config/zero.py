@@ -61,8 +61,8 @@ class ZeroConfig:
     parameters are stepped where they lie."""
 
     offload_window: Annotated[float, AtLeast(0)] | Literal["auto"] = "auto"
-    """MiB of parameters that an offloaded optimizer steps at a time, while those before and after them are copied;
-    ``"auto"`` is 64."""
+    """MiB of parameters, at least one of them, that an offloaded optimizer steps at a time, while those before and
+    after them are copied; ``"auto"`` is 64."""
 
     shard_size: Annotated[int, AtLeast(2)] | Literal["auto"] = "auto"
     """How many consecutive data-parallel ranks share the training state; each such group holds all of it (hybrid

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_3d.zero.offload.windows import Piece
+from lightning_3d.zero.offload.windows import Part
 
 _ALIGNMENT = 64  # bytes
 
@@ -25,12 +25,12 @@ _ALIGNMENT = 64  # bytes
 class Lent:
     """A window in host memory; parameters and gradients may still be on their way."""
 
-    pieces: Sequence[Piece]
+    parts: Sequence[Part]
     values: Sequence[Tensor]
-    """Stepped by the optimizer, for each piece."""
+    """Stepped by the optimizer, for each part."""
     gradients: Sequence[Tensor]
-    rounded: Mapping[Piece, Tensor]
-    """The 16-bit parts as they are, of pieces whose values are their master weights."""
+    rounded: Mapping[Part, Tensor]
+    """Those in 16 bits as they are, of parts whose values are their master weights."""
     arrival: torch.Event | None
 
     def wait(self) -> None:
@@ -56,10 +56,10 @@ class HostCopies:
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
 
-    def fetch(self, pieces: Sequence[Piece]) -> Lent:
+    def fetch(self, parts: Sequence[Part]) -> Lent:
         """Begin to copy a window; the one before the last must have been given back."""
-        sources = [*(piece.values for piece in pieces), *(piece.gradient for piece in pieces)]
-        rounded = {piece: piece.rounded for piece in pieces if piece.rounded is not None}
+        sources = [*(part.values.detach() for part in parts), *(part.gradient for part in parts)]
+        rounded = {part: part.rounded for part in parts if part.rounded is not None}
         sources += rounded.values()
         away = [source for source in sources if not _is_on_host(source)]
         copies, arrival = self._room(away), None
@@ -69,9 +69,9 @@ class HostCopies:
                     copy.copy_(source, non_blocking=True)
             arrival = self._stream.record_event()
         here = [source if _is_on_host(source) else copies.pop(0) for source in sources]
-        values, gradients, halves = here[: len(pieces)], here[len(pieces) : 2 * len(pieces)], here[2 * len(pieces) :]
+        values, gradients, halves = here[: len(parts)], here[len(parts) : 2 * len(parts)], here[2 * len(parts) :]
         rounded = dict(zip(rounded, halves, strict=True))
-        return Lent(pieces=pieces, values=values, gradients=gradients, rounded=rounded, arrival=arrival)
+        return Lent(parts=parts, values=values, gradients=gradients, rounded=rounded, arrival=arrival)
 
     def _room(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Pinned tensors like these, in the buffer whose turn it is."""
@@ -86,10 +86,10 @@ class HostCopies:
 
     def give_back(self, lent: Lent) -> None:
         """Round what was stepped, and begin to copy it back to where it lies."""
-        for piece, values in zip(lent.pieces, lent.values, strict=True):
-            self._send(values, piece.values)
-            if piece.rounded is not None:
-                self._send(lent.rounded[piece].copy_(values), piece.rounded)
+        for part, values in zip(lent.parts, lent.values, strict=True):
+            self._send(values, part.values.detach())
+            if part.rounded is not None:
+                self._send(lent.rounded[part].copy_(values), part.rounded)
 
     def _send(self, tensor: Tensor, home: Tensor) -> None:
         if self._stream is not None and not _is_on_host(home):

@@ -20,7 +20,7 @@ from lightning_3d.zero.master_weights import follow
 from lightning_3d.zero.offload.copies import HostCopies, Lent
 from lightning_3d.zero.offload.states import OffloadedStates
 from lightning_3d.zero.offload.store import Advice, Store
-from lightning_3d.zero.offload.windows import Part, Piece, deal
+from lightning_3d.zero.offload.windows import Part, deal
 from lightning_3d.zero.optimizer_kind import is_known
 
 
@@ -34,17 +34,10 @@ class OffloadedSteps:
         device: The strategy's.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        parameters: Store,
-        *,
-        window_bytes: float,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, store: Store, parameters: Store, *, window_bytes: float, device: torch.device) -> None:
         self._stores, self._window_bytes = (store, parameters), window_bytes
         self._states, self._copies = OffloadedStates(store), HostCopies(device)
-        self._stepped: dict[tuple[nn.Parameter, int], nn.Parameter] = {}  # the same in every step
+        self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step
 
     @torch.no_grad()
     def bring_home(self, optimizer: Optimizer, *only: nn.Parameter) -> None:
@@ -64,10 +57,10 @@ class OffloadedSteps:
         Raises:
             OffloadError: a store had no room.
         """
-        pieces = deal(parts, self._window_bytes if is_known(optimizer) else float("inf"))
+        windows = deal(parts, self._window_bytes if is_known(optimizer) else float("inf"))
         self._copies.begin()
-        lent = self._fetch(pieces[0])
-        for following in pieces[1:]:
+        lent = self._fetch(windows[0])
+        for following in windows[1:]:
             window, lent = self._open(optimizer, lent), self._fetch(following)
             try:
                 step_without_hooks(optimizer)
@@ -75,46 +68,45 @@ class OffloadedSteps:
                 window.back()
         return self._open(optimizer, lent)
 
-    def _fetch(self, pieces: Sequence[Piece]) -> Lent:
-        self._advise(self._held(pieces), Advice.SOON)
-        return self._copies.fetch(pieces)
+    def _fetch(self, parts: Sequence[Part]) -> Lent:
+        self._advise(self._held(parts), Advice.SOON)
+        return self._copies.fetch(parts)
 
     def _open(self, optimizer: Optimizer, lent: Lent) -> Window:
         lent.wait()
-        self._advise(self._held(lent.pieces), Advice.WRITTEN_NOW)
-        for piece, values in zip(lent.pieces, lent.values, strict=True):
-            if piece.rounded is not None:
-                follow(values, lent.rounded[piece])
-        stepped = [self._parameter(*values) for values in zip(lent.pieces, lent.values, lent.gradients, strict=True)]
-        window = Window(optimizer, lent.pieces, stepped, partial(self._close, optimizer, lent, stepped))
+        self._advise(self._held(lent.parts), Advice.WRITTEN_NOW)
+        for part, values in zip(lent.parts, lent.values, strict=True):
+            if part.rounded is not None:
+                follow(values, lent.rounded[part])
+        stepped = [self._parameter(*values) for values in zip(lent.parts, lent.values, lent.gradients, strict=True)]
+        window = Window(optimizer, lent.parts, stepped, partial(self._close, optimizer, lent, stepped))
         try:
-            for piece, parameter in zip(lent.pieces, stepped, strict=True):
-                self._states.lend(optimizer, piece, parameter)
+            for part, parameter in zip(lent.parts, stepped, strict=True):
+                self._states.lend(optimizer, part.parameter, parameter)
         except OffloadError:
             window.back()
             raise
         return window
 
-    def _parameter(self, piece: Piece, values: Tensor, gradient: Tensor) -> nn.Parameter:
-        part = piece.part.values
-        key = piece.part.parameter, 0 if piece.rows is None else piece.rows.start
-        stepped = self._stepped.setdefault(key, nn.Parameter(values, requires_grad=part.requires_grad))
+    def _parameter(self, part: Part, values: Tensor, gradient: Tensor) -> nn.Parameter:
+        new = nn.Parameter(values, requires_grad=part.values.requires_grad)
+        stepped = self._stepped.setdefault(part.parameter, new)
         stepped.grad = None
         stepped.data = values
         stepped.grad = gradient.to(values.dtype)
-        vars(stepped).update(vars(part))
+        vars(stepped).update(vars(part.values))
         return stepped
 
     @torch.no_grad()
     def _close(self, optimizer: Optimizer, lent: Lent, stepped: Sequence[nn.Parameter]) -> None:
         self._copies.give_back(lent)
-        for piece, parameter in zip(lent.pieces, stepped, strict=True):
+        for part, parameter in zip(lent.parts, stepped, strict=True):
             parameter.grad = None
-            self._states.take_back(optimizer, piece, parameter)
-        self._advise(self._held(lent.pieces), Advice.NOT_FOR_A_WHILE)
+            self._states.take_back(optimizer, part.parameter, parameter)
+        self._advise(self._held(lent.parts), Advice.NOT_FOR_A_WHILE)
 
-    def _held(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        return [t for piece in pieces for t in (piece.values, *self._states.of(piece))]
+    def _held(self, parts: Sequence[Part]) -> list[Tensor]:
+        return [t for part in parts for t in (part.values, *self._states.of(part.parameter))]
 
     def _advise(self, tensors: Sequence[Tensor], advice: Advice) -> None:
         for store in self._stores:
@@ -126,16 +118,16 @@ class OffloadedSteps:
 
 
 class Window:
-    """Pieces in an optimizer's groups, in place of the module's parameters."""
+    """What is stepped in an optimizer's groups, in place of the module's parameters."""
 
     def __init__(
-        self, optimizer: Optimizer, pieces: Sequence[Piece], stepped: Sequence[nn.Parameter], close: Callable[[], None]
+        self, optimizer: Optimizer, parts: Sequence[Part], stepped: Sequence[nn.Parameter], close: Callable[[], None]
     ) -> None:
         self._optimizer, self._close = optimizer, close
         self._originals = [group["params"] for group in optimizer.param_groups]
-        pairs = list(zip(pieces, stepped, strict=True))
+        pairs = list(zip(parts, stepped, strict=True))
         for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [parameter for piece, parameter in pairs if piece.part.group == index]
+            group["params"] = [parameter for part, parameter in pairs if part.group == index]
 
     def back(self) -> None:
         """Put the module's parameters back."""
