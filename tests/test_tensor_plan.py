@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_3d.tensor import BlockTensorPlan, plan_block
 from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
 from tests.law.models import tensor as law
+from tests.law.models.spellings import Doubled
 from tests.models import Block
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -31,19 +32,6 @@ class Hostile(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
         return self.down(hidden if hidden.detach().numpy().sum() > 0 else -hidden)
-
-
-class Averaged(torch.autograd.Function):
-    """Divides by a number of features, in the forward or in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, backwards: bool) -> Tensor:
-        ctx.num_features = x.shape[-1] if backwards else 1
-        return x.clone() if backwards else x / x.shape[-1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.num_features, None
 
 
 class Using(nn.Module):
@@ -149,15 +137,7 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any], dict[s
         {"by_hand": {"mlp.0.weight": "replicate"}},
         {"mlp.0.weight": "by tensor.plan"},
     ),
-    **{
-        f"of features, {backwards}": (
-            lambda backwards=backwards: Using(lambda x: Averaged.apply(x, backwards)),  # type: ignore[misc]
-            tokens(),
-            {},
-            {"up.weight": "Averaged"},
-        )
-        for backwards in (False, True)
-    },
+    "custom function": (lambda: Using(Doubled.apply), tokens(), {}, {"up.weight": "an all-gather of"}),
     "hook": (lambda: Using(_hooked), tokens(), {}, {"up.weight": "register_hook changes"}),
     "router": (
         lambda: law.mixtures()["scattered"],

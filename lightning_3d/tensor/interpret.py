@@ -119,12 +119,14 @@ class Interpreter(TorchFunctionMode):
     def on_custom_function(
         self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Answer a custom autograd function; those of torch and of this package make and read shards themselves."""
+        """Answer a custom autograd function on whole tensors, as its backward is code of its own; those of torch and of
+        this package make and read shards themselves.
+        """
         if is_own(cls.__module__) or not (_holds(args) or _holds(kwargs.values())):
             return function(*args, **kwargs)
         with DisableTorchFunction():  # this mode included
             call = Call(function, cls.__name__, args, kwargs).mapped(self._summed)
-            return self.execute(call, generic(call, self.axis, differentiates=True) or on_whole(call))
+            return self.execute(call, on_whole(call))
 
     def _other(self, call: Call) -> LocalCall:
         """A call that no rule answers."""

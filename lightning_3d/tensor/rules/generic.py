@@ -15,15 +15,14 @@ from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locall
 from lightning_3d.tensor.sharded_tensor import placement_of
 
 
-def generic(call: Call, axis: Axis, *, differentiates: bool = False) -> LocalCall | None:
+def generic(call: Call, axis: Axis) -> LocalCall | None:
     """The local form of a call, or None.
 
     Args:
         call: Some of its tensors are sharded.
         axis: The axis that they are sharded over.
-        differentiates: Whether its backward is looked up, too, as that of a custom autograd function.
     """
-    form, sizes = _looked_up(call, axis.size, differentiates=differentiates)
+    form, sizes = _looked_up(call, axis.size)
     if form is None:
         return None
     tensors = call.tensors
@@ -43,7 +42,7 @@ def generic(call: Call, axis: Axis, *, differentiates: bool = False) -> LocalCal
     return LocalCall(tensors=tensors, needs=tuple(needs), run=run, result=result)
 
 
-def _looked_up(call: Call, size: int, *, differentiates: bool) -> tuple[LocalForm | None, tuple[int, ...]]:
+def _looked_up(call: Call, size: int) -> tuple[LocalForm | None, tuple[int, ...]]:
     """The form, and the sizes of the parts of what is sharded, if it has any."""
     placements = [placement for tensor in call.tensors if (placement := placement_of(tensor)) is not None]
     parts = {placement.sizes if isinstance(placement, Parts) else () for placement in placements}
@@ -51,7 +50,7 @@ def _looked_up(call: Call, size: int, *, differentiates: bool) -> tuple[LocalFor
         return None, ()
     try:
         args, kwargs = signature(call.args, _operand), signature(call.kwargs, _operand)
-        return local_form(call.function, args, kwargs, size, differentiates), next(iter(parts))
+        return local_form(call.function, args, kwargs, size), next(iter(parts))
     except TypeError:  # an argument that can't be hashed
         return None, ()
 

@@ -2,8 +2,7 @@
 
 A call has a local form if DTensor's rules (`dtensor.py`) run each aten op of it without communication and give
 evenly sharded results, or sums whose parts lie on the ranks: then what the ranks compute makes up what one process
-computes. Custom autograd functions are looked up forward and backward, as their backward is code of its own, and must
-not compute with numbers that depend on sizes, which are other ones on shards.
+computes.
 
 Operands that are replicated are either whole on every rank or cut as the sharded ones are.
 """
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.rules.watched_ops import NotedNumbers, WatchedOps
+from lightning_3d.tensor.rules.watched_ops import WatchedOps
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.dtensor import NoRule, ShardingRules
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
@@ -115,7 +114,7 @@ def signature(value: Any, operand: Callable[[Tensor], Operand]) -> Any:
 
 
 @functools.lru_cache(_MAX_SIGNATURES)
-def local_form(function: Function, args: Any, kwargs: Any, size: int, differentiates: bool = False) -> LocalForm | None:
+def local_form(function: Function, args: Any, kwargs: Any, size: int) -> LocalForm | None:
     """Decide for one signature.
 
     Args:
@@ -123,86 +122,42 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int, differenti
         args: Signature of its positional arguments.
         kwargs: Signature of its keyword arguments.
         size: Length of the axis.
-        differentiates: Whether it has a backward of its own, which is looked up, too.
 
     Returns:
         None if the call has no local form.
     """
     # Outside of whatever modes the caller has set; inference mode hides what a call consists of.
-    with no_dispatch_modes(), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
+    with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         rules = ShardingRules(size)
         try:
             with on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
-                return _decide(function, args, kwargs, rules, size, differentiates=differentiates)
+                return _decide(function, args, kwargs, rules, size)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever the call raises on fake tensors, DTensor or the call itself then says why
             return None
 
 
-def _decide(
-    function: Function, args: Any, kwargs: Any, rules: ShardingRules, size: int, *, differentiates: bool
-) -> LocalForm:
+def _decide(function: Function, args: Any, kwargs: Any, rules: ShardingRules, size: int) -> LocalForm:
     operands = list(_operands((args, kwargs)))
     fakes = [_fake(operand.shape, operand) for operand in operands]
     has_parts = any(operand.sizes is not None for operand in operands)
     watch = WatchedOps(rules, [(f, o.dim) for f, o in zip(fakes, operands, strict=True)], size, has_parts=has_parts)
     full_args, full_kwargs = _arguments((args, kwargs), iter(fakes))
-    numbers = NotedNumbers()
-    if differentiates:
-        fakes = [fake.requires_grad_(fake.is_floating_point()) for fake in fakes]
-    with watch, numbers:
+    with watch:
         output = function(*full_args, **full_kwargs)
     outputs = [leaf for leaf in tree_leaves(output) if leaf is not None]
     if not outputs and function is not Tensor.__setitem__:
         raise NoRule("no result")
     dims = tuple(watch.dim(leaf) for leaf in outputs)
     own_shapes = [_own_shape(leaf.shape, dim, size) for leaf, dim in zip(outputs, dims, strict=True)]
-    if differentiates:
-        _differentiate(watch, numbers, fakes, outputs)
     cuts = tuple(watch.cut(fake) for fake in fakes)
     local_shape = own_shapes[0] if function in _WITH_SHAPE and not _is_bit_cast(args) else None
     form = LocalForm(cuts=cuts, local_shape=local_shape, dims=dims, is_mean=watch.is_mean(outputs))
-    shards = [
-        shard.requires_grad_(differentiates and shard.is_floating_point()) for shard in _shards(operands, form, size)
-    ]
-    own_numbers = NotedNumbers()
-    with own_numbers:
-        results = _call_on_shards(function, args, kwargs, shards, form)
-        if differentiates:
-            differentiable = [result for result in results if result.requires_grad]
-            _gradients(differentiable, [result.new_ones(result.shape) for result in differentiable], shards)
+    results = _call_on_shards(function, args, kwargs, _shards(operands, form, size), form)
     if [tuple(tensor.shape) for tensor in results] != own_shapes:
         raise NoRule("its result on shards is not the shard of its result")
-    if differentiates and own_numbers.found != numbers.found:
-        raise NoRule("it computes with numbers that depend on sizes")
     return form
-
-
-def _differentiate(
-    watch: WatchedOps, numbers: NotedNumbers, operands: Sequence[Tensor], outputs: Sequence[Any]
-) -> None:
-    """Raise `NoRule` unless the backward gives every operand the gradient that its placement asks for."""
-    results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-    ones = [result.new_ones(result.shape) for result in results]
-    for gradient, result in zip(ones, results, strict=True):
-        watch.place_alike(gradient, result)
-    with watch, numbers:
-        gradients = _gradients(results, ones, operands)
-    for operand, found in zip(operands, gradients, strict=True):
-        if found is not None:
-            watch.check_gradient(operand, found)
-
-
-def _gradients(
-    results: Sequence[Tensor], ones: Sequence[Tensor], operands: Sequence[Tensor]
-) -> Sequence[Tensor | None]:
-    """The gradient of every operand, from those of the results."""
-    asked = [operand for operand in operands if operand.requires_grad]
-    if not results or not asked:
-        return [None] * len(operands)
-    found = iter(torch.autograd.grad(results, asked, ones, allow_unused=True))
-    return [next(found) if operand.requires_grad else None for operand in operands]
 
 
 def _shards(operands: Sequence[Operand], form: LocalForm, size: int) -> list[Tensor]:

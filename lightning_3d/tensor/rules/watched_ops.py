@@ -46,21 +46,6 @@ _KEEP_APART = frozenset(
 _VIEWS = frozenset({_aten.view, UNSAFE_VIEW.overloadpacket, _aten.reshape, RESHAPE_ALIAS.overloadpacket})
 
 
-class NotedNumbers(OperatorMode):
-    """Notes the numbers that elementwise ops compute with: a custom function may take them from the shape it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[OpOverload, tuple[int | float, ...]]] = []
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.pointwise in func.tags:
-            self.found.append((func, tuple(arg for arg in args if isinstance(arg, int | float))))
-        return func(*args, **(kwargs or {}))
-
-
 class WatchedOps(OperatorMode):
     """Follows placements through the aten ops of a call; raises `NoRule` at the first that is not local.
 
@@ -95,18 +80,6 @@ class WatchedOps(OperatorMode):
         if len(kinds) > 1:
             raise NoRule("sums beside means or shards")
         return kinds == {"avg"}
-
-    def place_alike(self, gradient: Tensor, result: Tensor) -> None:
-        """Let the gradient of a result be sharded as it is; that of a sum is whole."""
-        self._kept.append(gradient)
-        if id(result) in self._dims:
-            self._dims[id(gradient)] = self._dims[id(result)]
-
-    def check_gradient(self, operand: Tensor, gradient: Tensor) -> None:
-        """Raise `NoRule` unless a gradient is sharded as its operand; that of a whole one is the sum of the ranks'."""
-        dim = self._dims.get(id(operand), self.cut(operand))
-        if self._dims.get(id(gradient)) != dim or (dim is None and self._sums.get(id(gradient)) != "sum"):
-            raise NoRule("a gradient is not sharded as its operand")
 
     def cut(self, operand: Tensor) -> int | None:
         """The dim along which an operand is cut."""

@@ -148,15 +148,17 @@ class Doubled(torch.autograd.Function):
 
 
 class Doubling(nn.Module):
-    """A function of autograd on a shard, and one that saves it with a plain parameter."""
+    """A function of autograd on a few sharded features, and one that saves them with a plain parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.gain = nn.Parameter(torch.rand(64) + 0.5)
+        self.gain = nn.Parameter(torch.rand(4) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(CustomScale.apply(Doubled.apply(self.up(x)), self.gain))
+        heads = self.up(x).unflatten(-1, (4, 16))
+        scales = CustomScale.apply(Doubled.apply(heads[..., 0]), self.gain)
+        return self.down((heads * scales.unsqueeze(-1)).flatten(-2))
 
 
 class Kept(nn.Module):
