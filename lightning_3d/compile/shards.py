@@ -24,7 +24,6 @@ from torch.fx import GraphModule
 
 from lightning_3d.model.block_runner import Call
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Partial
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.sharded_forward import ShardedForward
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
@@ -203,13 +202,8 @@ class ShardedGraph:
         inputs = [_like(tensor, local) for tensor, local in zip(given, own, strict=True)]
         with present.modes() as interpreter:
             outputs = self._graph(*inputs)
-        whole = [interpreter.whole(output) if _is_sum(output) else output for output in outputs]
-        self._results = [partial(_like, output) if isinstance(output, ShardedTensor) else None for output in whole]
-        return [output.own() if isinstance(output, ShardedTensor) else output for output in whole]
-
-
-def _is_sum(tensor: Any) -> bool:
-    return isinstance(tensor, ShardedTensor) and isinstance(tensor.placement, Partial)
+        self._results = [partial(_like, output) if isinstance(output, ShardedTensor) else None for output in outputs]
+        return [output.own() if isinstance(output, ShardedTensor) else output for output in outputs]
 
 
 def _like(tensor: Any, local: Tensor) -> Tensor:

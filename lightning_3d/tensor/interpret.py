@@ -34,7 +34,6 @@ from lightning_3d.tensor.rules.function import (
     simplified,
 )
 from lightning_3d.tensor.rules.generic import generic
-from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
 from lightning_3d.tensor.rules.rewritten import rewritten
 from lightning_3d.tensor.rules.table import RULES
 from lightning_3d.tensor.running_statistics import RunningStatistics
@@ -59,7 +58,6 @@ class Interpreter(TorchFunctionMode):
     Args:
         axis: The axis that the block is sharded over.
         sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
-        defers_sums: Whether what row weights of experts give is summed later (`partial_sums`).
         routes: Whether data decides which weights a row meets, or which calls are made. Then whatever is decided on
             plain tensors is decided on those of the first rank: they are computed on every rank, and kernels that add
             in any order, or that each rank tunes for itself, round differently.
@@ -68,11 +66,9 @@ class Interpreter(TorchFunctionMode):
     sees_all = False
     """Whether calls are answered that have no sharded tensor among their arguments, too."""
 
-    def __init__(
-        self, axis: Axis, sequence: torch.Size | None = None, *, defers_sums: bool = False, routes: bool = False
-    ) -> None:
+    def __init__(self, axis: Axis, sequence: torch.Size | None = None, *, routes: bool = False) -> None:
         super().__init__()
-        self.axis, self.sequence, self._defers_sums, self._routes = axis, sequence, defers_sums, routes
+        self.axis, self.sequence, self._routes = axis, sequence, routes
         self.statistics = RunningStatistics(axis)
         """To be entered with this mode."""
         self._entered: _ByTensor[Tensor] = _ByTensor()
@@ -99,16 +95,8 @@ class Interpreter(TorchFunctionMode):
 
     def answer(self, call: Call) -> Any:
         """The result of a call, some of whose tensors are sharded."""
-        tensors = call.tensors
-        if any(isinstance(tensor, DTensor) for tensor in tensors):
+        if any(isinstance(tensor, DTensor) for tensor in call.tensors):
             call = call.mapped(self._of_parameter)
-        if any(is_sum(tensor) for tensor in tensors):
-            if is_sum(call.destination):
-                raise PlanError(f"{call.name} changes a sum in place that may not have been made yet")
-            call = call.mapped(_total)
-            if (on_parts := on_parts_of_sum(call)) is not None:
-                return self.execute(call, on_parts)
-            call = call.mapped(self._summed)
         if not any(isinstance(tensor, ShardedTensor) for tensor in call.tensors):
             return call.function(*call.args, **call.kwargs)
         for rule in RULES.get(call.name, ()):
@@ -125,7 +113,7 @@ class Interpreter(TorchFunctionMode):
         if is_own(cls.__module__) or not (_holds(args) or _holds(kwargs.values())):
             return function(*args, **kwargs)
         with DisableTorchFunction():  # this mode included
-            call = Call(function, cls.__name__, args, kwargs).mapped(self._summed)
+            call = Call(function, cls.__name__, args, kwargs)
             return self.execute(call, on_whole(call))
 
     def _other(self, call: Call) -> LocalCall:
@@ -186,8 +174,6 @@ class Interpreter(TorchFunctionMode):
         if isinstance(need, RunningStatistic):
             return self.statistics.own(tensor, changes=need.changes)
         if isinstance(tensor, ShardedTensor) and tensor.placement == need:
-            if isinstance(need, Partial):
-                tensor.is_fresh = False  # the backward may read it
             return tensor.own()
         assert not isinstance(need, Partial)
         return collectives.cut(self.whole(tensor), self.axis, need)
@@ -216,8 +202,6 @@ class Interpreter(TorchFunctionMode):
         """A tensor that is sharded in any way as a plain one in its original order; a plain one as it is."""
         if not isinstance(tensor, ShardedTensor):
             return tensor
-        if isinstance(tensor.placement, Partial):
-            return self._summed(tensor)
         is_kept = not self._is_slice_of_sequence(tensor)
         return collectives.gather(tensor.own(), self.axis, tensor.placement, is_kept=is_kept)
 
@@ -249,29 +233,10 @@ class Interpreter(TorchFunctionMode):
         return ShardedTensor(result, self.axis, placement, is_weight=local.makes_weight)
 
     def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
-        """The sum of what the ranks computed: made now, cut along the sequence, or left for later."""
-        is_deferred = local.is_stacked and self._defers_sums
-        if is_deferred or any(is_sum(tensor) for tensor in local.tensors):
-            sharded = ShardedTensor(partial, self.axis, Partial())
-            sharded.is_fresh = is_deferred
-            return sharded
+        """The sum of what the ranks computed, or this rank's slice of it along the sequence."""
         if local.weight is not None and is_along(partial, self.sequence):
             own = collectives.scatter(partial, self.axis, SEQUENCE_DIM)
             return ShardedTensor(own, self.axis, Shard(SEQUENCE_DIM))
-        return collectives.reduce(partial, self.axis)
-
-    def _summed(self, tensor: Tensor) -> Tensor:
-        """A deferred sum; made once, with its history even if the first reader needs none. Any other as it is."""
-        if not isinstance(tensor, ShardedTensor) or not is_sum(tensor):
-            return tensor
-        if tensor.total is None:
-            with torch.enable_grad():
-                partial = tensor.own() if tensor.is_fresh else tensor.own().clone()
-                tensor.total = self.reduce_deferred(partial, tensor)
-        return tensor.total
-
-    def reduce_deferred(self, partial: Tensor, tensor: ShardedTensor) -> Tensor:
-        """The sum of the parts of a deferred sum."""
         return collectives.reduce(partial, self.axis)
 
     def _of_first_rank(self, tensor: Tensor) -> Tensor:
@@ -303,11 +268,6 @@ def _holds(values: Any) -> bool:
         if isinstance(value, (list, tuple)) and any(isinstance(item, _SHARDED) for item in value):
             return True
     return False
-
-
-def _total(tensor: Tensor) -> Tensor:
-    """The sum, if it is made."""
-    return tensor.total if isinstance(tensor, ShardedTensor) and tensor.total is not None else tensor
 
 
 class _ByTensor(Generic[T]):

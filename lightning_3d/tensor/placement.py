@@ -40,7 +40,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The tensor is the sum of what the ranks have."""
+    """Of results alone: the tensor is the sum of what the ranks have, and is made at once."""
 
 
 @dataclass(frozen=True, slots=True)

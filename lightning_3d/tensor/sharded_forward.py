@@ -91,7 +91,7 @@ class ShardedForward:
         Args:
             sequence: As for `Interpreter`.
         """
-        return Interpreter(self._axis, sequence, defers_sums=self.plan.defers_sums, routes=self.plan.routes)
+        return Interpreter(self._axis, sequence, routes=self.plan.routes)
 
     @contextmanager
     def modes(self, interpreter: Interpreter) -> Iterator[None]:

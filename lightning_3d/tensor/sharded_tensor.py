@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Partial, Parts, Shard, Sharded
+from lightning_3d.tensor.placement import Parts, Shard, Sharded
 from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, set_gradient_hooks
 
 _UNSEEN = (
@@ -31,9 +31,6 @@ class Origin:
     start: int = 0
     """The output feature of the weight with which the sharded dim begins."""
 
-    row: str | None = None
-    """FQN of the row weight that a deferred sum comes from."""
-
 
 class ShardedTensor(Tensor):
     """A tensor of the full shape, with this rank's part as a plain local tensor.
@@ -44,7 +41,7 @@ class ShardedTensor(Tensor):
     Args:
         local: This rank's part, with its autograd history.
         axis: The axis that it is sharded over.
-        placement: A sharded dim, or `Partial`: the sum over the ranks is not made yet.
+        placement: The sharded dim.
         is_weight: Whether it is a parameter or was made of one, and is multiplied with as one.
 
     Raises:
@@ -53,15 +50,9 @@ class ShardedTensor(Tensor):
 
     local: Tensor
     axis: Axis
-    placement: Sharded | Partial
+    placement: Sharded
 
     is_weight: bool
-
-    is_fresh: bool = False
-    """Whether nobody else has the memory of `local`, a part of a sum."""
-
-    total: Tensor | None = None
-    """The sum, a plain tensor, once it is made; `local` is then of no use."""
 
     origin: Origin | None = None
     """Set while planning."""
@@ -69,13 +60,9 @@ class ShardedTensor(Tensor):
     __torch_function__ = no_torch_function  # type: ignore[assignment]  # as DTensor has it
 
     @staticmethod
-    def __new__(
-        cls, local: Tensor, axis: Axis, placement: Sharded | Partial, *, is_weight: bool = False
-    ) -> ShardedTensor:
-        shape: Sequence[int] = local.shape
-        if not isinstance(placement, Partial):
-            dim = placement.dim
-            shape = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
+    def __new__(cls, local: Tensor, axis: Axis, placement: Sharded, *, is_weight: bool = False) -> ShardedTensor:
+        own, dim = local.shape, placement.dim
+        shape = (*own[:dim], own[dim] * axis.size, *own[dim + 1 :])
         sharded = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
         sharded.local, sharded.axis, sharded.placement, sharded.is_weight = local, axis, placement, is_weight
         if local.requires_grad:
@@ -105,7 +92,7 @@ class ShardedTensor(Tensor):
             set_gradient_hooks(self, _REFUSES)
 
 
-def placement_of(tensor: object) -> Sharded | Partial | None:
+def placement_of(tensor: object) -> Sharded | None:
     """How a sharded tensor lies; None for a plain one, and for what is no tensor."""
     return tensor.placement if isinstance(tensor, ShardedTensor) else None
 

@@ -100,9 +100,6 @@ class BlockTensorPlan:
     not_sequence_parallel: str | None = None
     """Why it is not, though the configuration asks for it and the block can be sharded otherwise."""
 
-    defers_sums: bool = False
-    """Whether outputs of row weights of experts are summed once they are small (`partial_sums`), not at once."""
-
     routes: bool = False
     """Whether data decides which weights a row meets, or which calls are made. What is decided is then broadcast from
     the first rank, beside ``collectives``: scores of experts, for instance, which are small."""

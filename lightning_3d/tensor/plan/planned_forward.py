@@ -49,7 +49,7 @@ class PlannedForward:
         """Call the forward, in whose block hangs what `found` gave; the block's output."""
         plan = self._plan
         args, sequence = cut_sequence(args, self._axis) if plan.is_sequence_parallel else (args, None)
-        interpreter = Interpreter(self._axis, sequence, defers_sums=plan.defers_sums)
+        interpreter = Interpreter(self._axis, sequence)
         seen = custom_functions_seen(interpreter.on_custom_function)
         with AssumedValues(), interpreter.statistics, interpreter, seen:
             output = forward(*args, **kwargs)

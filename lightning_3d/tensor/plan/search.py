@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import sent_bytes
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.plan.planned_axis import Caused
@@ -77,7 +76,7 @@ def plan_block(
         simulate = partial(simulate_block, block, args, kwargs, size=size, by_hand=by_hand)
         simulate = partial(simulate, sequence_parallel=sequence_parallel, unread=unread)
         search = _Search(size=size, parameters=named_parameters(block), replicated=replicated, by_hand=by_hand)
-        best = search.with_sums_deferred(simulate, search.run(simulate))
+        best = search.run(simulate)
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
@@ -100,18 +99,8 @@ class _Search:
     """FQN -> role, for weights that the search leaves alone."""
 
     def run(self, simulate: Callable[..., Simulated]) -> Simulated:
-        """Find the best plan with sums deferred or not."""
+        """Find the best plan."""
         return self._improve(self._giving_way(lambda kept: self._group(partial(simulate, replicated=kept))))
-
-    def with_sums_deferred(self, simulate: Callable[..., Simulated], best: Simulated) -> Simulated:
-        """Sum what row weights of experts give where it is small, if that sends less despite the scores' gradient."""
-        if not best.stacked:
-            return best
-        try:
-            deferred = self.run(partial(simulate, defers_sums=True))
-        except PlanError:  # it changes such a sum in place
-            return best
-        return deferred if deferred.communicated_bytes < best.communicated_bytes else best
 
     def _group(self, simulate: Callable[..., Simulated]) -> Simulated:
         """Shard fused weights part by part, where that lowers the communicated bytes.
@@ -261,7 +250,6 @@ def _plan(simulated: Simulated, size: int) -> BlockTensorPlan:
         weights=simulated.weights,
         collectives=tuple(caused.collective for caused in (*simulated.forward, *simulated.backward)),
         is_sequence_parallel=simulated.is_sequence_parallel,
-        defers_sums=simulated.defers_sums,
         routes=simulated.routes,
         unread=simulated.unread,
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Partial, Placement, Sharded
+from lightning_3d.tensor.placement import Placement
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.plan.copies import GatheredCopies
@@ -76,9 +76,6 @@ class Simulated:
     is_sequence_parallel: bool
     """Whether the input was cut along its sequence."""
 
-    defers_sums: bool
-    """Whether outputs of row weights of experts were summed later (`partial_sums`)."""
-
     routes: bool
     """Whether it read data, or picked experts by it."""
 
@@ -128,7 +125,6 @@ def simulate_block(
     by_hand: Mapping[str, Role],
     part_sizes: Mapping[str, tuple[int, ...]],
     sequence_parallel: bool,
-    defers_sums: bool = False,
     unread: frozenset[int],
 ) -> Simulated:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
@@ -138,7 +134,6 @@ def simulate_block(
     Args:
         replicated: FQN -> reason, for weights that must not be sharded.
         part_sizes: FQN -> sizes of the parts of its output features, for weights that are sharded part by part.
-        defers_sums: Whether what row weights of experts give is summed later (`partial_sums`).
 
     Raises:
         ChangedInPlace: a call changes a sharded tensor in place and has no sharded form.
@@ -148,7 +143,7 @@ def simulate_block(
     with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
         weights = Weights(fakes.parameters, replicated, by_hand, part_sizes, axis)
         own_args, sequence = cut_sequence(fakes.args, axis) if sequence_parallel else (fakes.args, None)
-        simulation = _Simulation(weights, axis, sequence, defers_sums=defers_sums)
+        simulation = _Simulation(weights, axis, sequence)
         seen = custom_functions_seen(simulation.on_custom_function)
         assumed = AssumedValues()
         with assumed, axis.caused_by(call="running statistics"), simulation.statistics, simulation, seen:
@@ -167,7 +162,6 @@ def simulate_block(
         forward=tuple(axis.forward),
         backward=tuple(backward),
         is_sequence_parallel=sequence is not None,
-        defers_sums=defers_sums,
         routes=assumed.were_read or bool(weights.stacked),
         unread=unread,
         output_bytes=simulation.output_bytes,
@@ -185,8 +179,8 @@ class _Simulation(Interpreter):
     axis: PlannedAxis
     sees_all = True
 
-    def __init__(self, weights: Weights, axis: PlannedAxis, sequence: torch.Size | None, *, defers_sums: bool) -> None:
-        super().__init__(axis, sequence, defers_sums=defers_sums)
+    def __init__(self, weights: Weights, axis: PlannedAxis, sequence: torch.Size | None) -> None:
+        super().__init__(axis, sequence)
         self.output_bytes: dict[str, int] = {}
         self.cuts: list[Cut] = []
         self.view_cuts: list[Cut] = []
@@ -254,30 +248,20 @@ class _Simulation(Interpreter):
     def wrap(self, result: Tensor, placement: Placement, local: LocalCall, start: int) -> Tensor:
         """Also note the origin."""
         made = super().wrap(result, placement, local, start)
-        if isinstance(made, ShardedTensor) and made.origin is None and not isinstance(made.placement, Partial):
+        if isinstance(made, ShardedTensor) and made.origin is None:
             own = _own(local)
             made.origin = Origin(_sources(own), start + _start_of(own, made, is_piece=bool(local.starts)))
         return made
 
     def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
         """Also note the cause."""
-        own = [tensor for tensor in _own(local) if tensor is not local.weight]
-        rows = [tensor.origin.row for tensor in own if tensor.origin is not None and tensor.origin.row is not None]
-        if local.weight is not None:
-            rows.append(self._weights.fqn_of(local.weight))
-        sources, row = _sources(own), rows[0] if rows else None
+        sources = _sources([tensor for tensor in _own(local) if tensor is not local.weight])
+        row = None if local.weight is None else self._weights.fqn_of(local.weight)
         with self.axis.caused_by(sources=sources, row=row):
             made = super().sum(partial, local)
-        if isinstance(made, ShardedTensor):  # a deferred sum, or a slice of the sequence, which comes from no weight
-            is_deferred = isinstance(made.placement, Partial)
-            made.origin = Origin(sources, row=row) if is_deferred else Origin(frozenset())
+        if isinstance(made, ShardedTensor):  # a slice of the sequence, which comes from no weight
+            made.origin = Origin(frozenset())
         return made
-
-    def reduce_deferred(self, partial: Tensor, tensor: ShardedTensor) -> Tensor:
-        """Also note the cause."""
-        origin = tensor.origin or Origin(frozenset())
-        with self.axis.caused_by(sources=origin.sources, row=origin.row):
-            return super().reduce_deferred(partial, tensor)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Also note the cause."""
@@ -323,8 +307,5 @@ def _start_of(own: Sequence[ShardedTensor], made: ShardedTensor, *, is_piece: bo
     """The feature with which the first operand begins, if the result has the same features or is a piece of them."""
     if not own or own[0].origin is None:
         return 0
-    at, of_made = own[0].placement, made.placement
-    assert isinstance(at, Sharded)
-    assert isinstance(of_made, Sharded)
-    is_same = own[0].shape[at.dim] == made.shape[of_made.dim]
+    is_same = own[0].shape[own[0].placement.dim] == made.shape[made.placement.dim]
     return own[0].origin.start if is_piece or is_same else 0

@@ -273,7 +273,7 @@ class Weights:
             return
         for bias, features in (call.args, call.args[::-1]):
             weight, at = self._undecided(bias), placement_of(features)
-            if weight is None or not isinstance(at, Sharded) or not sources_of(features):
+            if weight is None or at is None or not sources_of(features):
                 continue
             length, dim = features.shape[at.dim], at.dim - features.dim() + bias.dim()
             fits = isinstance(at, Shard) or bias.dim() == features.dim()
@@ -297,9 +297,8 @@ class Weights:
 
 def sources_of(tensor: Tensor) -> frozenset[str]:
     """FQNs of the column weights that a sharded tensor comes from; none for any other."""
-    if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.placement, Sharded):
-        return frozenset()
-    return frozenset() if tensor.origin is None else tensor.origin.sources
+    origin = tensor.origin if isinstance(tensor, ShardedTensor) else None
+    return frozenset() if origin is None else origin.sources
 
 
 def named_parameters(block: nn.Module) -> dict[str, nn.Parameter]:

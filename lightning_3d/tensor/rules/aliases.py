@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Partial
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.contraction import is_weight
 from lightning_3d.tensor.rules.function import Function
@@ -41,7 +40,7 @@ def alias_dims(call: Call) -> AliasDims | None:
 def alias(call: Call, axis: Axis) -> LocalCall | None:
     """A sharded weight in another form: every rank makes it of its own part."""
     weight = call.first
-    if not isinstance(weight, ShardedTensor) or not is_weight(weight) or isinstance(weight.placement, Partial):
+    if not isinstance(weight, ShardedTensor) or not is_weight(weight):
         return None
     dims, at = alias_dims(call), weight.placement
     if dims is None or at.dim not in dims or any(isinstance(tensor, ShardedTensor) for tensor in call.tensors[1:]):

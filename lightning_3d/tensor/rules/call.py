@@ -95,9 +95,6 @@ class LocalCall:
     weight: Tensor | None = None
     """The column or row weight whose use this is."""
 
-    is_stacked: bool = False
-    """Whether that weight is a stack of matrices that each see a part of the input, as those of experts do."""
-
     makes_weight: bool = False
     """Whether the results are the weight in another form, such as its transpose."""
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, Sharded
+from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of
@@ -82,7 +82,6 @@ def contract(call: Call, axis: Axis) -> LocalCall | None:
         run=contraction.run,
         result=at.at(contraction.of_output.index(letter)) if is_column else PARTIAL,
         weight=contraction.weight,
-        is_stacked=contraction.is_stacked,
     )
 
 
@@ -112,7 +111,7 @@ def multiply_stacks(call: Call, axis: Axis) -> LocalCall | None:
     left, right = call.args
     placements = {placement for operand in call.args if (placement := placement_of(operand)) is not None}
     at = placements.pop()
-    if placements or not isinstance(at, Sharded) or left.dim() != right.dim() or at.dim >= left.dim() - 2:
+    if placements or left.dim() != right.dim() or at.dim >= left.dim() - 2:
         return None
     length = max(left.shape[at.dim], right.shape[at.dim])
     if any(operand.shape[at.dim] not in (1, length) for operand in call.args):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Sharded
+from lightning_3d.tensor.placement import EACH, Parts
 from lightning_3d.tensor.rules.call import Call, LocalCall, on_whole
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.rules.projection import Projection
@@ -100,7 +100,7 @@ def convolve(call: Call, axis: Axis) -> LocalCall | None:
     if convolution is None:
         return None
     at = placement_of(convolution.weight)
-    if not isinstance(at, Sharded):
+    if at is None:
         return on_whole(call)
     along = at.at(convolution.input_dim)
     if convolution.groups > 1:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, Sharded, in_parts
+from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, in_parts
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -29,7 +29,7 @@ def generic(call: Call, axis: Axis) -> LocalCall | None:
     needs: list[Placement] = []
     for tensor, cut in zip(tensors, form.cuts, strict=True):
         placement = placement_of(tensor)
-        if isinstance(placement, Sharded):
+        if placement is not None:
             needs.append(placement)
         else:
             needs.append(EACH if cut is None else in_parts(cut, sizes, axis.size))

@@ -111,7 +111,7 @@ def project(call: Call, axis: Axis) -> LocalCall | None:
     """A product with a sharded weight: column gives a sharded result, row a partial one."""
     projection = as_projection(call)
     at = None if projection is None else placement_of(projection.weight)
-    if projection is None or not isinstance(at, Sharded):
+    if projection is None or at is None:
         return None
     if at.dim != projection.features_dim:
         return None if isinstance(at, Parts) else projection.row(at)

@@ -31,7 +31,7 @@ def drop(call: Call, axis: Axis) -> LocalCall | None:
     read = _functional_dropout if call.function is F.dropout else _torch_dropout
     input, p, is_training, inplace = read(*call.args, **call.kwargs)
     at = placement_of(input)
-    if not isinstance(at, Sharded):
+    if at is None:
         return None
 
     def run(local: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def drop_channels(call: Call, axis: Axis) -> LocalCall | None:
     """Dropout of whole channels of this rank's samples or channels."""
     input, p, is_training, inplace = _functional_dropout(*call.args, **call.kwargs)
     at, is_batched = placement_of(input), call.function is not F.dropout3d or input.dim() > 4
-    if not isinstance(at, Sharded) or at.dim > 1 or input.dim() < 3 or not is_batched:
+    if at is None or at.dim > 1 or input.dim() < 3 or not is_batched:
         return None
 
     def run(local: Tensor) -> Tensor:
