@@ -53,12 +53,10 @@ CROSS = Expected(forward=3, backward=4)
 """Self-attention, cross-attention (its keys and values read another input) and MLP."""
 PARALLEL = Expected(forward=2, backward=1)
 """Attention and MLP read the same norm."""
-SCORED = Expected(backward=3)
-"""What experts give is summed once it is added up; so the scores' gradient is summed, too."""
 SHARED_EXPERT = Expected(forward=3, backward=3)
 """Attention, the experts that a token is routed to, and the one that all tokens go to."""
-NARROW_EXPERTS = Expected(forward=3, backward=5, share=0.9)
-"""What experts give is reduced once it is added up; so the scores' gradient is reduced, too. And a shared expert."""
+NARROW_EXPERTS = Expected(forward=3, backward=4, share=0.9)
+"""Latent attention, and a shared expert."""
 POOLED = Expected(forward=0, backward=0, others=2, share=1.0)
 """A stem that gathers what its pooling leaves, and running statistics; images need no gradient."""
 EXPANDED = Expected(others=1, share=0.98)
@@ -72,7 +70,7 @@ TABLE = {
     "phi": Row(blocks={"PhiDecoderLayer": PARALLEL}),
     "gpt2": Row(blocks={"GPT2Block": OPTIMUM}),
     "mixtral": Row(blocks={"MixtralDecoderLayer": Expected(backward={2: 3, 4: 5})}),
-    "mixtral-grouped": Row(blocks={"MixtralDecoderLayer": SCORED}),
+    "mixtral-grouped": Row(blocks={"MixtralDecoderLayer": OPTIMUM}),
     "qwen3-moe": Row(blocks={"Qwen3MoeDecoderLayer": Expected(backward=5)}),
     "llama4": Row(blocks={"Llama4TextDecoderLayer": SHARED_EXPERT}),
     "gpt-oss": Row(blocks={"GptOssDecoderLayer": OPTIMUM}),

@@ -79,7 +79,7 @@ PLANNED: dict[str, tuple[int, int, int, float]] = {
     **{"by_view": (2, 2, 0, 0.97), "by_head": (2, 2, 0, 0.97), "low_rank": (1, 2, 0, 0.96), "linear": (0, 0, 0, 0.0)},
     "by_number": (3, 1, 0, 0.9),
     "by_mask": (4, 4, 0, 0.9),  # as if every expert were hit, and the one that marks padding
-    **{"added": (1, 2, 0, 0.9), "of_modules": (3, 3, 0, 0.9), "branching": (3, 1, 1, 0.9)},
+    **{"top_two": (1, 1, 0, 0.9), "of_modules": (3, 3, 0, 0.9), "branching": (3, 1, 1, 0.9)},
     **dict.fromkeys(("conv_resnext", "conv_resampling", "conformer"), (1, 1, 1, 0.95)),
     **dict.fromkeys(("conv_gated", "conv_linear_attention"), (1, 1, 0, 0.95)),
     **{"conv_one_head": (1, 2, 0, 0.48), "mixer": (2, 2, 0, 0.95), "conv_scaled_by_time": (1, 2, 0, 0.95)},

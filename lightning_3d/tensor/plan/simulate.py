@@ -20,7 +20,6 @@ from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Placement
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
-from lightning_3d.tensor.plan.copies import GatheredCopies
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
 from lightning_3d.tensor.plan.weights import Weights, sources_of
@@ -186,7 +185,6 @@ class _Simulation(Interpreter):
         self.view_cuts: list[Cut] = []
         self.uneven_heads: set[str] = set()
         self._weights = weights
-        self._gathered_copies = GatheredCopies()
 
     def answer(self, call: Call) -> Any:
         """Also decide the weights of the call, if this is their first use, and follow where they go."""
@@ -199,10 +197,7 @@ class _Simulation(Interpreter):
                 return made
             own = call.mapped(self._weights.sharded)
             self._note_cuts(own)
-            if (spoiled := self._gathered_copies.spoiled_by(own.destination)) is not None:
-                raise ChangedInPlace(call.name, sources_of(spoiled))
             output = super().answer(own)
-        self._gathered_copies.end_call(output)
         self._weights.settle(call.name, call.tensors, output)
         return output
 
@@ -266,9 +261,7 @@ class _Simulation(Interpreter):
     def whole(self, tensor: Tensor) -> Tensor:
         """Also note the cause."""
         with self.axis.caused_by(sources=sources_of(tensor)) if isinstance(tensor, ShardedTensor) else nullcontext():
-            whole = super().whole(tensor)
-        self._gathered_copies.add(tensor, whole)
-        return whole
+            return super().whole(tensor)
 
     def _note_cuts(self, call: Call) -> None:
         """Note where a call separates the features of column weights."""

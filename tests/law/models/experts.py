@@ -58,11 +58,10 @@ def by_mask(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
 
 
 class TopTwo(nn.Module):
-    """Two narrow experts per token, whose rows are added up; `tail` is what becomes of the sum."""
+    """Two narrow experts per token, whose rows are added up."""
 
-    def __init__(self, tail: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tail = tail
         self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
         self.gate_up = nn.Parameter(torch.randn(NUM_EXPERTS, 32, WIDTH) / 6)
         self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 16) / 4)
@@ -75,25 +74,7 @@ class TopTwo(nn.Module):
         gate, up = torch.bmm(self.gate_up[chosen.flatten()[order]], rows).squeeze(-1).chunk(2, -1)
         y = torch.bmm(self.down[chosen.flatten()[order]], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
         y = (2 * y * scores.flatten()[order].unsqueeze(-1))[order.argsort()]
-        return self.tail(x, y.view(len(flat), 2, WIDTH).sum(1).to(x.dtype).reshape(x.shape))
-
-
-def added(x: Tensor, y: Tensor) -> Tensor:
-    return x + y
-
-
-def read_twice(x: Tensor, y: Tensor) -> Tensor:
-    """First without a gradient; then in ways that are linear and others."""
-    with torch.no_grad():
-        scale = y.abs().amax().tanh()
-    x = x + 0.5 * y * scale
-    return F.layer_norm(x + y.tanh(), y.shape[-1:]) * y.detach().amax().tanh().item() + 2 * y
-
-
-def changed_in_place(x: Tensor, y: Tensor) -> Tensor:
-    z = y.flatten(0, 1)
-    y += 1
-    return x + z.view_as(x)  # a view of what was changed
+        return x + y.view(len(flat), 2, WIDTH).sum(1).to(x.dtype).reshape(x.shape)
 
 
 class Modules(nn.Module):

@@ -28,21 +28,6 @@ class Odd(nn.Module):
         return self.down(self.between(self, y)).tanh() + y
 
 
-def zeroed_across_shards(block: Odd, x: Tensor) -> Tensor:
-    """The zeros were written into a gathered copy."""
-    hidden: Tensor = block.up(x)
-    hidden[..., :5].zero_()
-    return hidden
-
-
-def viewed_then_changed(block: Odd, x: Tensor) -> Tensor:
-    """The view of a gathered copy did not follow."""
-    hidden: Tensor = block.up(x)
-    third = hidden[..., ::3]
-    hidden.mul_(2)
-    return hidden * third.mean(-1, keepdim=True)
-
-
 def read_without_gradient_first(block: Odd, x: Tensor) -> Tensor:
     """What was gathered without gradient was read again with one."""
     with torch.no_grad():
@@ -75,8 +60,6 @@ def biased_by_number(block: Odd, x: Tensor) -> Tensor:
 
 
 BETWEEN: tuple[Between, ...] = (
-    zeroed_across_shards,
-    viewed_then_changed,
     read_without_gradient_first,
     read_under_autocast_first,
     scanned,

@@ -78,9 +78,7 @@ def matrices() -> dict[str, nn.Module]:
 def mixtures() -> dict[str, nn.Module]:
     return {
         **{run.__name__: e.Stacked(run) for run in (e.by_number, e.by_mask)},
-        "added": e.TopTwo(e.added),
-        "read_twice": e.TopTwo(e.read_twice),
-        "changed_in_place": e.TopTwo(e.changed_in_place),
+        "top_two": e.TopTwo(),
         "of_modules": e.Modules(),
         "starved": e.Modules(starved=True),
         "branching": e.Branching(),
