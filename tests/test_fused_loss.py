@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.errors import StepError
+from lightning_3d.errors import PlanError, StepError
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter
 from lightning_3d.tensor.vocabulary import chunked_loss
@@ -275,6 +275,13 @@ def test_what_changes_before_the_loss_is_refused(leaf: int) -> None:
         compared.leaves[1][leaf].mul_(2)
     with pytest.raises(StepError, match="changed in place after the head was called"):
         F.cross_entropy(logits, FLAT)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    compared = Compared(8)
+    loss = F.cross_entropy(compared.lazy(), FLAT)
+    with pytest.raises(PlanError, match=r"create_graph=True: .* activations\.fused_loss='never'"):
+        torch.autograd.grad(loss, compared.leaves[1][0], create_graph=True)
 
 
 def test_target_beyond_the_vocabulary_is_refused() -> None:

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.collectives import refuse_second_order
+from lightning_3d.errors import PlanError
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy
 from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
@@ -119,7 +119,7 @@ class _Gradients:
     def __init__(self, rows: Tensor, head: Head, call: CrossEntropy) -> None:
         self.wide = torch.promote_types(head.dtype, torch.float32)
         self.rows, self.call = call.input, call
-        self.graph_rows, self.weight, self.bias = rows, head.weight, head.bias  # the nodes of the graph
+        self.weight, self.bias = head.weight, head.bias  # the nodes of the graph
         weight, bias = (None if tensor is None else tensor.detach() for tensor in (head.weight, head.bias))
         self.head = replace(head, weight=weight, bias=bias)
         self.made: _Made | None = None  # of the weights, for a factor of 1; until a backward takes them
@@ -179,36 +179,6 @@ class _Gradients:
             elif made.weight is not None:
                 made.weight += gradient.t() @ rows
 
-    def with_graph(
-        self, factor: Tensor, *, of_rows: bool = False, of_weight: bool = False, of_bias: bool = False
-    ) -> list[Tensor | None]:
-        """Gradients of rows, weight and bias that have gradients, for which all logits are made.
-
-        Args:
-            factor: The gradient of the loss.
-        """
-        if self.head.classes is not None:
-            refuse_second_order("a cross entropy on sharded logits")
-        with DisableTorchFunctionSubclass():  # views, as rows are made of the weight, too, where it embeds tokens
-            given = self.graph_rows, self.weight, self.bias
-            rows, weight, bias = (None if tensor is None else tensor.view_as(tensor) for tensor in given)
-            assert rows is not None
-        head = replace(self.head, weight=weight, bias=bias).cast()
-        logits = head.after(head.logits(rows.to(head.dtype)))
-        call = self.call
-        loss = F.cross_entropy(
-            logits.to(self.wide),
-            call.target,
-            None if call.weight is None else call.weight.to(self.wide),
-            ignore_index=call.ignore_index,
-            reduction=call.reduction,
-            label_smoothing=call.label_smoothing,
-        )
-        asked = [rows if of_rows else None, weight if of_weight else None, bias if of_bias else None]
-        views = [view for view in asked if view is not None]
-        found = iter(torch.autograd.grad(loss, views, factor.to(loss.dtype), create_graph=True))
-        return [None if view is None else next(found) for view in asked]
-
     def _scale(self, factor: Tensor | None) -> Tensor:
         """The gradient of the losses of rows, 0-d or ``[N]``."""
         scale = torch.ones((), dtype=self.wide, device=self.rows.device) if factor is None else factor.to(self.wide)
@@ -255,6 +225,19 @@ def _normaliser(call: CrossEntropy) -> Tensor:
     return torch.where(counted, weights, 0.0).sum(dtype=torch.promote_types(weights.dtype, torch.float32))
 
 
+def _refuse_second_order() -> None:
+    """In a backward.
+
+    Raises:
+        PlanError: the gradient of its gradients may be asked for.
+    """
+    if torch.is_grad_enabled():
+        raise PlanError(
+            "create_graph=True: gradients of gradients through a cross entropy that makes no logits are not built. Set"
+            " activations.fused_loss='never', and with tensor parallel let tensor.plan replicate the head."
+        )
+
+
 class _Loss(torch.autograd.Function):
     """rows, seed of the weights -> the loss."""
 
@@ -279,9 +262,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
         if not ctx.needs_input_grad[0]:
             return None, gradient, None
-        if torch.is_grad_enabled():
-            gradients: _Gradients = ctx.gradients
-            return gradients.with_graph(gradient, of_rows=True)[0], gradient, None
+        _refuse_second_order()
         if ctx.of_rows is not None:  # kept, as a schedule that splits the backward comes twice
             return ctx.of_rows * gradient.to(ctx.of_rows.dtype).reshape(-1, 1), gradient, None
         ctx.saved_tensors  # noqa: B018  # raises where they were changed in place
@@ -303,9 +284,7 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         gradients: _Gradients = ctx.gradients
         of_weight, of_bias = ctx.needs_input_grad[:2]
-        if torch.is_grad_enabled():
-            _, graph_weight, graph_bias = gradients.with_graph(gradient, of_weight=of_weight, of_bias=of_bias)
-            return graph_weight, graph_bias, None, None
+        _refuse_second_order()
         made, gradients.made = gradients.made, None
         if made is None:
             made = gradients.run(gradient, of_weight=of_weight, of_bias=of_bias)[1]
