@@ -22,7 +22,7 @@ from lightning_3d.activations.selective import is_costly
 from lightning_3d.config.activations import Mode
 from lightning_3d.distributed.machine import Work
 from lightning_3d.distributed.rng import random_states_kept
-from lightning_3d.model.blocks import kind_of
+from lightning_3d.model.kinds import kind_of
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_forward import PlannedForward

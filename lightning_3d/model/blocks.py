@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torchmetrics
 from torch import nn
@@ -93,12 +93,6 @@ def inner_blocks(fqn: str, block: nn.Module) -> dict[str, nn.Module]:
         else:
             found[f"{fqn}.{name}"] = child
     return found
-
-
-def kind_of(block: nn.Module) -> Hashable:
-    """Equal for blocks of the same class, structure and parameters, which cost the same."""
-    parameters = tuple((fqn, tuple(p.shape), p.dtype, p.requires_grad) for fqn, p in block.named_parameters())
-    return type(block).__module__, type(block).__qualname__, repr(block), parameters
 
 
 def holds_state(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.config.tensor import TensorConfig
-from lightning_3d.model.blocks import kind_of
+from lightning_3d.model.kinds import identity_of
 from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
 from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replicated_plan, roles_by_hand
@@ -51,7 +51,7 @@ def plan_blocks(
             sharded.append(replace(block_plan, tensor=with_vocabulary(rest, use)))
             continue
         inputs = trace.block_inputs[fqn]
-        kind = _kind_of(fqn, block, trace, excluded)
+        kind = _kind_of(fqn, block, excluded)
         key = (kind, tuple(roles.items()), leaves, _described((use, *inputs)))
         if key not in found:
             find = partial(
@@ -98,7 +98,7 @@ def _find_vocabulary(
     known: dict[Hashable, VocabularyRoles] = {}
     for fqn, inputs in trace.block_inputs.items():
         roles = by_hand.get(fqn, {})
-        kind = _kind_of(fqn, blocks[fqn], trace, by_glue)
+        kind = _kind_of(fqn, blocks[fqn], by_glue)
         key = (kind, tuple(roles.items()), _described(inputs), logits.get(fqn))
         if key not in known:
             known[key] = find_vocabulary(
@@ -165,11 +165,11 @@ def parameters_of(module: nn.Module, fqns: Collection[str]) -> list[nn.Parameter
     return [tensor for fqn, tensor, _ in named_state(module) if fqn in fqns and isinstance(tensor, nn.Parameter)]
 
 
-def _kind_of(fqn: str, block: nn.Module, trace: Trace, excluded: Collection[nn.Parameter]) -> Hashable:
+def _kind_of(fqn: str, block: nn.Module, excluded: Collection[nn.Parameter]) -> Hashable:
     """Blocks of one kind get the same plan for the same inputs."""
     shared = {id(parameter) for parameter in excluded}
     is_shared = tuple(id(parameter) in shared for parameter in block.parameters())
-    return type(block), kind_of(block), is_shared, frozenset(trace.read_attributes[fqn].items())
+    return identity_of(fqn, block), is_shared
 
 
 def _described(inputs: Any) -> str:

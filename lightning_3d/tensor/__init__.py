@@ -8,14 +8,13 @@ from lightning_3d.tensor.apply import apply_block
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan, replicated_plan
 from lightning_3d.tensor.plan.by_hand import check_roles, roles_by_hand
 from lightning_3d.tensor.plan.search import plan_block
-from lightning_3d.tensor.verify import Verification, block_signature, verify_block
+from lightning_3d.tensor.verify import Verification, verify_block
 
 __all__ = [
     "BlockTensorPlan",
     "Verification",
     "WeightPlan",
     "apply_block",
-    "block_signature",
     "check_roles",
     "plan_block",
     "replicated_plan",

@@ -61,12 +61,6 @@ class Verification:
         return text if self.error is None else f"{text}; {self.error}"
 
 
-def block_signature(block: nn.Module, plan: BlockTensorPlan) -> tuple[object, ...]:
-    """Blocks of one signature need one proof: same class, structure, parameters and plan."""
-    parameters = tuple((fqn, tuple(p.shape), p.dtype, p.requires_grad) for fqn, p in block.named_parameters())
-    return type(block).__module__, type(block).__qualname__, repr(block), parameters, plan
-
-
 def verify_block(
     block: nn.Module,
     plan: BlockTensorPlan,

@@ -35,7 +35,6 @@ from lightning_3d.torch_internals.fake_tensors import (
 from lightning_3d.torch_internals.modules import RunningNorm, named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.tensors import apart, version_of
-from lightning_3d.trace.attributes import AttributeReads, Read
 from lightning_3d.trace.side_outputs import (
     HookCall,
     SideOutputs,
@@ -292,9 +291,6 @@ class FakeBlocks:
         self._fakes, self._kept_hooks = fakes, kept_hooks
         self.unsent_attributes: dict[str, frozenset[str]] = {}
         """Block FQN -> names in it of attributes that its forward changes otherwise than by setting tensors."""
-        self.read_attributes: dict[str, dict[str, Read]] = {fqn: {} for fqn in blocks}
-        """Block FQN -> name in it of an attribute that its forward reads -> its value."""
-        self._reads = AttributeReads()
         self.changed_buffers: set[str] = set()
         """FQNs of buffers that their block's forward changes."""
         self.tensors: set[Tensor] = set()
@@ -324,8 +320,7 @@ class FakeBlocks:
         before = attributes_of(block)
         opaque = {i: copied(leaf) for i, leaf in enumerate(fakes) if is_opaque(leaf)}  # a failing run changes them
         try:
-            with self._reads.noted(fqn, block, self.read_attributes[fqn]):
-                packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, state))
+            packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, state))
         except TraceError:
             raise
         except Exception:  # the run on random tensors raises the same if the block is to blame
@@ -334,7 +329,7 @@ class FakeBlocks:
             for name, attribute in before.items():
                 set_attribute(block, name, attribute.value)
             random = RandomRun(fakes, known, mode)
-            with random, self._reads.noted(fqn, block, self.read_attributes[fqn]):
+            with random:
                 arguments = tree_unflatten([opaque.get(i, leaf) for i, leaf in enumerate(random.arguments)], spec)
                 random_state = random.tensors_like(self._state[fqn])
                 packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, random_state))

@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_3d.errors import TraceError
 from lightning_3d.torch_internals.pytree import TreeSpec
-from lightning_3d.trace.attributes import Read
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs
 from lightning_3d.trace.storages import StepStorages
@@ -98,8 +97,6 @@ class Trace:
     """Block FQN -> forward hooks in it that change outputs, and so are part of the block."""
     unsent_attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Block FQN -> names in the block of attributes that its forward changes otherwise than by setting tensors."""
-    read_attributes: Mapping[str, Mapping[str, Read]] = field(default_factory=dict)
-    """Block FQN -> name in it of an attribute that its forward reads -> its value."""
     changed_buffers: frozenset[str] = frozenset()
     """FQNs of buffers that their block's forward changes."""
     host_position: int = 0

@@ -156,7 +156,6 @@ class _Tracer(StepMode):
             block_inputs=self._block_inputs,
             kept_hooks=self._kept_hooks,
             unsent_attributes=self._blocks.unsent_attributes,
-            read_attributes=self._blocks.read_attributes,
             changed_buffers=frozenset(self._blocks.changed_buffers),
             is_joint=self._is_joint,
             gives_more=bool(self._written) or stopped_by is not None,

@@ -14,16 +14,11 @@ from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.model.block_runner import Compiled
 from lightning_3d.model.initial_weights import move_parameters, put_back
+from lightning_3d.model.kinds import identity_of
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
-from lightning_3d.tensor import (
-    Verification,
-    apply_block,
-    block_signature,
-    replicated_plan,
-    verify_block,
-)
+from lightning_3d.tensor import Verification, apply_block, replicated_plan, verify_block
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.trace.fake_blocks import random_like
 from lightning_3d.waits import Wait, not_told
@@ -87,7 +82,7 @@ def _failures(
         only: FQNs of the blocks to prove; None for all.
     """
     assert observed.trace is not None
-    inputs, read = observed.trace.block_inputs, observed.trace.read_attributes
+    inputs = observed.trace.block_inputs
     proofs: dict[Hashable, Verification] = {}
     failed: dict[str, str] = {}
     own = plan.blocks_on(mesh.pp_rank)
@@ -96,7 +91,7 @@ def _failures(
         if (only is not None and fqn not in only) or tensor is None or not tensor.is_sharded or fqn not in inputs:
             continue
         block = observed.blocks[fqn]
-        key = block_signature(block, tensor), frozenset(read[fqn].items())
+        key = identity_of(fqn, block), tensor
         if key not in proofs:
             args, kwargs = example_inputs(inputs[fqn])
             with (
