@@ -26,7 +26,7 @@ from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits, made
 from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.profiling import AllocatedPeak
-from tests.law.models.heads import ByTable, Shifted
+from tests.law.models.heads import Shifted
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import QUIET, Layout, assert_same_state, devices, fitted, whole_state
 from tests.workers import WorkerPools
@@ -381,7 +381,6 @@ def test_logits_that_the_step_reads_are_those_of_the_head(workers: WorkerPools, 
 ELSEWHERE = (
     "its pipeline stage fuses it with its cross entropy, unless the step reads logits or waits for their gradient"
 )
-TABLE = "code outside of blocks makes logits with it; an nn.Linear, tied to it if wanted, runs with its loss"
 LINES: list[tuple[Any, Layout, str]] = [
     (TinyGPT, Layout(tp=2), FUSED_LINE),
     (Shifted, Layout(pp=2), f"head: {ELSEWHERE}"),
@@ -390,7 +389,6 @@ LINES: list[tuple[Any, Layout, str]] = [
         Layout(pp=2, activations={"recompute": "full", "blocks": ["head"]}),
         "head: makes logits, as its backward computes it again (activations.recompute)",
     ),
-    (ByTable, Layout(pp=2), f"tokens.weight: {TABLE}"),
 ]
 
 

@@ -99,8 +99,6 @@ class BlockRunner:
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
         self.meet: Callable[[str], None] | None = None
         """Called before its forward where that takes other ranks; raises if they run something else."""
-        self.returned: Callable[[Any], Any] | None = None
-        """Applied to the output of the forward on shards."""
         self.lazy: Call | None = None
         """Takes the place of the author's forward where that makes logits for a loss."""
         self.deferred: Deferred | None = None
@@ -299,16 +297,13 @@ class BlockRunner:
         around = self._take_around()
         if self.compiled is not None:
             try:
-                return self._returned(self.compiled(self._own, around, args, kwargs))
+                return self.compiled(self._own, around, args, kwargs)
             except NotCompilable:
                 pass  # out of this context, which an error would tell of
         self._around = around
         if self.sharded is None:
             return self.innermost(*args, **kwargs)
-        return self._returned(self._eagerly(self.sharded)(*args, **kwargs))
-
-    def _returned(self, output: Any) -> Any:
-        return output if self.returned is None else self.returned(output)
+        return self._eagerly(self.sharded)(*args, **kwargs)
 
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
         """The author's forward, through what the present call wants around it."""

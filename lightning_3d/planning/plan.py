@@ -27,7 +27,6 @@ from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table
 from lightning_3d.torch_internals.modules import BatchNorm, named_state
-from lightning_3d.trace.output_uses import tables_as_heads
 from lightning_3d.trace.trace import Trace
 
 _LONGEST_PATTERN = 12  # blocks in a row that are looked at as one repeated pattern
@@ -96,8 +95,7 @@ class Plan:
     """A line for each kind of step whose loss, or another value, is no mean over microbatches; there once steps have
     shown it."""
     heads: tuple[str, ...] = ()
-    """A line for each table that serves as a head; and for each head on this rank, whether it is fused with its loss,
-    once steps have shown it."""
+    """A line for each head on this rank: whether it is fused with its loss, once steps have shown it."""
     gathers: tuple[str, ...] = ()
     """Lines on how this rank gathers parameters at ZeRO stage 3; there once steps have shown it."""
 
@@ -306,14 +304,6 @@ def make_plan(
         inline=inline,
         gives_more=trace is not None and trace.gives_more,
         batch_norms=tuple(fqn for fqn, inner in module.named_modules() if _normalises_alone(inner)),
-        heads=_makes_logits(trace) if activations.fused_loss == "auto" else (),
-    )
-
-
-def _makes_logits(trace: Trace | None) -> tuple[str, ...]:
-    return tuple(
-        f"{fqn}: code outside of blocks makes logits with it; an nn.Linear, tied to it if wanted, runs with its loss"
-        for fqn in (() if trace is None else tables_as_heads(trace))
     )
 
 

@@ -18,7 +18,7 @@ from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.placement import mark
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
-from lightning_3d.tensor.sharded_forward import ShardedForward, Slot, without_shards
+from lightning_3d.tensor.sharded_forward import ShardedForward, Slot
 from lightning_3d.torch_internals.tensors import contiguous_stride
 
 
@@ -64,10 +64,7 @@ def apply_block(
             vocabulary.append((owner, name))
         else:
             slots[id(owner), name] = (owner, name, weight.sharding)
-    runner = running(block)
-    runner.sharded = ShardedForward(block, plan, MeshAxis(mesh), list(slots.values()), vocabulary)
-    if plan.unread:
-        runner.returned = without_shards
+    running(block).sharded = ShardedForward(block, plan, MeshAxis(mesh), list(slots.values()), vocabulary)
 
 
 def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]) -> None:

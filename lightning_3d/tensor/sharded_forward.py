@@ -68,7 +68,7 @@ class ShardedForward:
         return bool(self._vocabulary)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output: plain tensors, and sharded ones where nothing reads them."""
+        """The block's output: plain tensors, lazily gathered ones where nothing is known to read them."""
         return self.on_shards(self._run, args, kwargs)
 
     def on_shards(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +79,8 @@ class ShardedForward:
         interpreter.make_buffers_whole(self.modules)
         for module in self.modules:
             _show_retained(vars(module), interpreter.whole)
-        return interpreter.gathered(output, self.plan.unread)
+        output = interpreter.gathered(output, self.plan.unread)
+        return tree_map(_lazy_if_sharded, output) if self.plan.unread else output
 
     def _run(self, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.parameters(), self.modes(interpreter):
@@ -198,6 +199,5 @@ def _holds_sharded_tensor(value: object) -> bool:
     return any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves(value))
 
 
-def without_shards(output: Any) -> Any:
-    """Return unread outputs as lazily gathered tensors."""
-    return tree_map(lambda leaf: lazily_gathered(leaf) if isinstance(leaf, ShardedTensor) else leaf, output)
+def _lazy_if_sharded(leaf: Any) -> Any:
+    return lazily_gathered(leaf) if isinstance(leaf, ShardedTensor) else leaf

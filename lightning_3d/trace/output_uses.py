@@ -109,18 +109,3 @@ def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> S
     if not reaches_loss or not (shape := trace.tensors[outputs[0]].shape):
         return None
     return ShardedLogits(num_classes=shape[-1], is_read=is_read)
-
-
-_PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm"})
-
-
-def tables_as_heads(trace: Trace) -> tuple[str, ...]:
-    """FQNs of parameters with which code outside of blocks makes logits for a loss alone."""
-    found = dict[str, None]()
-    for position, call in enumerate(trace.calls):
-        if call.is_block or call.name not in _PRODUCTS or not call.parameters or not call.inputs:
-            continue
-        logits, width = _logits(call, trace.calls[position + 1 :], trace), trace.tensors[call.inputs[0]].shape[-1]
-        if logits is not None and not logits.is_read and logits.num_classes > width:
-            found[call.parameters[0]] = None
-    return tuple(found)

@@ -96,8 +96,7 @@ class ParallelModel:
     def present_plan(self) -> Plan:
         """The plan, with what the steps so far have shown of heads, losses and gathered weights."""
         losses = () if self.runner.engine is None else self.runner.engine.losses()
-        heads = (*self.heads.texts, *self.plan.heads)
-        return replace(self.plan, heads=heads, losses=losses, gathers=self.zero.gathers)
+        return replace(self.plan, heads=self.heads.texts, losses=losses, gathers=self.zero.gathers)
 
 
 def make_parallel(

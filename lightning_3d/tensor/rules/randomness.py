@@ -42,28 +42,6 @@ def drop(call: Call, axis: Axis) -> LocalCall | None:
     return LocalCall(tensors=(input,), needs=(at,), run=run, result=at)
 
 
-CHANNELS = ("dropout1d", "dropout2d", "dropout3d")
-
-
-def drop_channels(call: Call, axis: Axis) -> LocalCall | None:
-    """Dropout of whole channels of this rank's samples or channels."""
-    input, p, is_training, inplace = _functional_dropout(*call.args, **call.kwargs)
-    at, is_batched = placement_of(input), call.function is not F.dropout3d or input.dim() > 4
-    if at is None or at.dim > 1 or input.dim() < 3 or not is_batched:
-        return None
-
-    def run(local: Tensor) -> Tensor:
-        if not is_training or not draws(p):
-            return call.function(local, p, is_training, inplace)  # type: ignore[no-any-return]
-        of_channels = local.detach()
-        for dim in range(2, local.dim()):
-            of_channels = of_channels.narrow(dim, 0, 1)
-        of_channels = of_channels.contiguous()
-        return apply_drops(local, own_drops(of_channels, at, axis, p, is_fused=False), p, inplace)
-
-    return LocalCall(tensors=(input,), needs=(at,), run=run, result=at)
-
-
 def _functional_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> tuple[Tensor, float, bool, bool]:

@@ -27,7 +27,6 @@ def _table() -> Mapping[str, tuple[Rule, ...]]:
     answer(convolution.NAMES, convolution.convolve)
     answer(("scaled_dot_product_attention",), attend)
     answer(("dropout",), randomness.drop)
-    answer(randomness.CHANNELS, randomness.drop_channels)
     answer(channelwise.NAMES, channelwise.on_channels)
     answer(aliases.NAMES, aliases.alias)
     answer(views.CUTS, views.cut_parts)
