@@ -1,17 +1,15 @@
 """State of a block before a forward, for the recomputation of that forward: attributes, buffers, generators, settings.
 
 Attributes are kept as references, as code around the block may set others before the backward: a rate of dropout, a
-cache. The data of small tensors always are, as torch does not count every change of them (of running statistics,
-through ``tensor.data``), and those of large ones that the first forward changed (codebooks of vector quantisation).
-What can't be put back is refused: weights that a forward changes, unless it does so once and for all, as clamping does,
-large buffers that other code changes in place before the backward, and weights and modules that others replace by then.
+cache. The data of small tensors and of running statistics always are, as torch does not count every change of them
+(``tensor.data``). Refused are forwards that change weights or large tensors in place, large tensors that other code
+changes before the backward, and weights and modules that others replace by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from operator import is_
 from typing import Any
 
@@ -20,17 +18,23 @@ from torch import Tensor, nn
 from torch.backends import cuda
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.distributed.generator_states import generators_of, set_state, state_of, states_kept
 from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
-from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, buffers_of, children_of, parameters_of
+from lightning_3d.torch_internals.modules import (
+    BUFFERS,
+    TORCH_ATTRIBUTES,
+    RunningNorm,
+    buffers_of,
+    children_of,
+    parameters_of,
+)
 from lightning_3d.torch_internals.tensors import storage_of, version_of
 
 _SMALL = 2**16
-"""Bytes of a tensor up to which its data are always kept."""
+"""Bytes of a tensor up to which its data are kept."""
 
 _IGNORED = TORCH_ATTRIBUTES - {BUFFERS, "training"}
 """Parameters, modules and hooks."""
@@ -54,14 +58,11 @@ class StateBefore:
         self._of_modules = [(generator, state_of(generator)) for generator in generators_of(modules)]
         self._dtype = torch.get_default_dtype()
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]  # type: ignore[no-untyped-call]  # torch 2.13
-        self.changed_weights: Sequence[Tensor] = ()
-        """The weights that the forward changed."""
-        self.left_alone: Sequence[tuple[Tensor, int]] = ()
-        """Large buffers that the forward did not change, whose data are not kept; with their versions."""
+        self.large: Sequence[tuple[Tensor, int]] = ()
+        """Tensors whose data are not kept, and their versions after the forward."""
 
-    def end(self, is_kept: Callable[[Tensor], bool]) -> None:
-        """After the forward: let go of what did not change, unless it is kept always."""
-        self.snapshot.leave_unchanged(is_kept)
+    def end(self) -> None:
+        """After the forward: let go of the states of generators if nothing was drawn."""
         if self._drawn_from is not None and self._generators.are_at(self._drawn_from):
             self._drawn_from = None
 
@@ -75,7 +76,6 @@ class StateBefore:
         self._check()
         now = Snapshot(self._modules, ignored=_IGNORED, with_data=self.snapshot.has_data_of)
         with ExitStack() as undone:
-            undone.enter_context(self._same_weights())
             undone.enter_context(sdpa_kernel(self._kernels))
             undone.callback(torch.set_default_dtype, torch.get_default_dtype())
             undone.enter_context(states_kept(generator for generator, _ in self._of_modules))
@@ -90,7 +90,7 @@ class StateBefore:
             yield
 
     def _check(self) -> None:
-        for tensor, version in self.left_alone:
+        for tensor, version in self.large:
             if version_of(tensor) != version:
                 raise StepError(
                     f"{self._fqn} is computed again in its backward, but a buffer of shape {tuple(tensor.shape)}, which"
@@ -103,22 +103,6 @@ class StateBefore:
                 f"{self._fqn} is computed again in its backward, but a parameter or module in it was replaced since its"
                 " forward. Replace it after the backward, or leave the block out of activations.blocks."
             )
-
-    @contextmanager
-    def _same_weights(self) -> Iterator[None]:
-        before = [(weight, weight.detach().clone()) for weight in self.changed_weights]
-        try:
-            yield
-        finally:  # also where torch ends it early
-            changed = [weight for weight, values in before if not torch.equal(weight, values)]
-            for weight, values in before:
-                weight.data.copy_(values)
-            if changed:
-                raise StepError(
-                    f"{self._fqn} changed a weight of its own of shape {tuple(changed[0].shape)} in place in its"
-                    " forward, so that it can't be computed again. Change it in on_train_batch_end, or leave the block"
-                    " out of activations.blocks."
-                )
 
 
 def _structure(modules: Sequence[nn.Module]) -> list[Any]:
@@ -142,12 +126,6 @@ def _weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
         yield from (weight for weight in parameters_of(module).values() if type(weight) is nn.Parameter)
 
 
-def _differs(tensor: Tensor, snapshot: Snapshot) -> bool:
-    if not snapshot.has_data_of(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return not torch.equal(snapshot.data_of(tensor), tensor)
-
-
 class BlockState:
     """The state of a block.
 
@@ -158,38 +136,36 @@ class BlockState:
 
     def __init__(self, fqn: str, modules: Sequence[nn.Module], generators: Generators) -> None:
         self._fqn, self._modules, self._generators = fqn, modules, generators
-        self._is_changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # large tensor -> by its first forward
+        self._norms = [module for module in modules if isinstance(module, RunningNorm)]
 
     @contextmanager
     def before(self) -> Iterator[StateBefore]:
         """Keep the state for the recomputation of the forward that runs inside.
 
         Raises:
-            StepError: the forward changed a large tensor that its first call left alone.
+            StepError: the forward changed a weight or a large tensor in place.
         """
-        snapshot = Snapshot(self._modules, ignored=_IGNORED, with_data=self._is_kept)
+        statistics = {id(buffer) for norm in self._norms for buffer in buffers_of(norm).values()}
+
+        def is_kept(tensor: Tensor) -> bool:
+            return tensor.nbytes <= _SMALL or id(tensor) in statistics
+
+        snapshot = Snapshot(self._modules, ignored=_IGNORED, with_data=is_kept)
         state = StateBefore(self._fqn, self._modules, self._generators, snapshot)
-        large = [(tensor, version_of(tensor)) for tensor in _tensors(self._modules) if tensor.nbytes > _SMALL]
+        large = [(tensor, version_of(tensor)) for tensor in _tensors(self._modules) if not is_kept(tensor)]
         weights = [(weight, version_of(weight)) for weight in _weights(self._modules)]
         yield state
-        state.changed_weights = [weight for weight, version in weights if version_of(weight) != version]
-        for tensor, version in large:
-            is_changed = version_of(tensor) != version
-            if tensor not in self._is_changed:
-                self._is_changed[tensor] = is_changed or _differs(tensor, snapshot)
-            elif is_changed and not self._is_changed[tensor]:
+        for tensor, version in (*weights, *large):
+            if version_of(tensor) != version:
                 raise StepError(
-                    f"{self._fqn} changed a buffer of shape {tuple(tensor.shape)} in place, which its first training"
-                    " step left alone, so that its forward can't be computed again. Leave the block out of"
-                    " activations.blocks."
+                    f"{self._fqn} changed a weight or a large buffer of its own of shape {tuple(tensor.shape)} in place"
+                    " in its forward, so that it can't be computed again. Change it in on_train_batch_end, or leave the"
+                    " block out of activations.blocks."
                 )
-        state.left_alone = [(tensor, version) for tensor, version in large if not self._is_changed[tensor]]
-        state.end(partial(self._is_kept, unknown=False))
+        state.large = large
+        state.end()
 
     def storages(self) -> Set[int]:
         """The memory of the buffers and other tensors that are put back for a recomputation."""
         tensors = _tensors(self._modules)
         return {storage for tensor in tensors if (storage := storage_of(tensor)) is not None}
-
-    def _is_kept(self, tensor: Tensor, *, unknown: bool = True) -> bool:
-        return tensor.nbytes <= _SMALL or bool(self._is_changed.get(tensor, unknown))

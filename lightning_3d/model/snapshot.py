@@ -90,29 +90,15 @@ class Snapshot:
         owners = any(not _is_filled_with(self._kept(attributes), before) for attributes, before in self._owners)
         return owners or any(saved is not None and saved.is_changed() for saved in self._saved.values())
 
-    def leave_unchanged(self, is_kept: Callable[[Tensor], bool]) -> None:
-        """Let go of the data of the tensors that did not change since, but for those that are kept nevertheless."""
-        self._saved = {
-            key: None if isinstance(saved, _Data) and not (saved.is_changed() or is_kept(saved.tensor)) else saved
-            for key, saved in self._saved.items()
-        }
-
     def has_data_of(self, tensor: Tensor) -> bool:
         """Whether the data of a tensor was kept."""
         return isinstance(self._saved.get(id(tensor)), _Data)
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Whether a tensor, whose data was kept, was changed in place."""
-        return self._data_of(tensor).is_changed()
-
-    def data_of(self, tensor: Tensor) -> Tensor:
-        """The data that were kept of a tensor."""
-        return self._data_of(tensor).data
-
-    def _data_of(self, tensor: Tensor) -> _Data:
         saved = self._saved[id(tensor)]
         assert isinstance(saved, _Data)
-        return saved
+        return saved.is_changed()
 
     def may_differ(self, value: Any) -> bool:
         """Whether there is something else in a container now, or a tensor whose data was kept."""
