@@ -13,19 +13,10 @@ from torch import Tensor, nn
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
 from lightning_3d.model.absent import AbsentTensor
-from lightning_3d.model.reals import as_reals
-from lightning_3d.model.unbuilt import UnbuiltTensor, is_unbuilt
+from lightning_3d.model.unbuilt import UnbuiltTensor
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import move_other_state, named_state, put
 from lightning_3d.zero.attributes import users_attributes
-
-_HASHED = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    }
-)
-"""Dtypes that ``torch.hash_tensor`` takes."""
 
 
 def is_on_meta(module: nn.Module) -> bool:
@@ -80,8 +71,8 @@ def place_weights(
 ) -> None:
     """Give this stage its weights and buffers, the same as on rank 0, and put those of other stages on meta.
 
-    Rank 0 sends its own, one at a time, where another lacks some, or has others, as without a seed: seeded ranks that
-    built the whole model only exchange checksums. Those that the author built on meta get memory for a checkpoint.
+    Rank 0 sends its own, one at a time, as others may lack some, or have others without a seed. Those that the author
+    built on meta get memory for a checkpoint.
 
     Args:
         module: Complete, on every rank.
@@ -89,7 +80,7 @@ def place_weights(
         device: Where it goes.
         parameters_on: Where parameters go, if elsewhere.
     """
-    is_sent = len(set(gather_numbers(_checksum(module)))) > 1
+    is_sent = dist.get_world_size() > 1
 
     def placed(fqn: str, tensor: Tensor) -> Tensor:
         goes_to = parameters_on or device if isinstance(tensor, nn.Parameter) else device
@@ -109,25 +100,12 @@ def _state(module: nn.Module) -> dict[Tensor, str]:
     return {tensor: fqn for fqn, tensor, _ in named_state(module)}
 
 
-def _checksum(module: nn.Module) -> int:
-    """That of the model's values; -1, which none is, where this rank lacks some."""
-    if is_unbuilt(module):
-        return -1
-    return zlib.crc32(repr([_hash_of(tensor) for tensor in _state(module) if not tensor.is_meta]).encode())
-
-
-def _hash_of(tensor: Tensor) -> int:
-    values = as_reals(tensor.detach())
-    values = values if values.dtype in _HASHED else values.contiguous().view(-1).view(torch.uint8)
-    return int(torch.hash_tensor(values).view(torch.int64)) if tensor.numel() else 0
-
-
 def of_rank(source: int, tensor: Tensor, device: torch.device) -> Tensor:
     """The data of a tensor on another rank. Every rank calls it."""
     there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if dist.get_rank() == source:
         there.copy_(tensor.detach())
-    dist.broadcast(there, src=source)
+    dist.broadcast(there.view(-1).view(torch.uint8), src=source)  # no backend knows all dtypes
     return there
 
 
