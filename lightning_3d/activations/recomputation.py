@@ -153,7 +153,7 @@ class _Run:
         own = self._owner.state.storages() if changed else frozenset[int]()
         for i in changed:
             others = (leaf for leaf, first in zip(leaves, self._same, strict=True) if first != self._same[i])
-            if storage_of(leaves[i]) in own or any(_is_overlapping(leaves[i], leaf) for leaf in others):
+            if storage_of(leaves[i]) in own or any(_shares_memory(leaves[i], leaf) for leaf in others):
                 raise StepError(
                     f"{fqn} changes an argument in place that lies in the memory of another one, or of a buffer of its"
                     " own, so that its forward can't be computed again. Give it a clone, or leave the block out of"
@@ -178,19 +178,8 @@ def _place(leaf: Any) -> Hashable:
     return storage, int(leaf.storage_offset()), leaf.shape, leaf.stride(), leaf.dtype
 
 
-def _is_overlapping(one: Tensor, other: Any) -> bool:
-    """Whether two tensors lie in the same memory, at least between the ends of theirs."""
-    if not isinstance(other, Tensor) or storage_of(one) is None or storage_of(one) != storage_of(other):
-        return False
-    (first, end), (other_first, other_end) = _span(one), _span(other)
-    return first < other_end and other_first < end
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """First byte in its storage, and that behind the last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset()) * tensor.itemsize
-    return first, first + (last + 1) * tensor.itemsize
+def _shares_memory(one: Tensor, other: Any) -> bool:
+    return isinstance(other, Tensor) and storage_of(one) is not None and storage_of(one) == storage_of(other)
 
 
 def _copied(leaf: Any) -> Any:

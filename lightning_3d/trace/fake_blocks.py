@@ -11,11 +11,10 @@ place of ``Fakes``.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -165,112 +164,72 @@ class RandomnessSeen(OperatorMode):
         return func(*args, **kwargs)
 
 
-class StandIns(Protocol):
-    """Tensors to compute with, in place of ghosts and of the model's state, one for each."""
-
-    @property
-    @abstractmethod
-    def mode(self) -> AbstractContextManager[Any]:
-        """To compute in."""
-
-    @property
-    @abstractmethod
-    def fake_mode(self) -> FakeTensorMode | None:
-        """That of fake tensors; None if there are data."""
-
-    @abstractmethod
-    def of(self, tensor: Tensor) -> Tensor:
-        """The one in place of a tensor."""
-
-    @abstractmethod
-    def of_state(self, tensor: Tensor) -> Tensor:
-        """The one in place of a parameter or buffer."""
-
-    @abstractmethod
-    def put(self, tensor: Tensor, stand_in: Tensor) -> None:
-        """Let this be the one in place of a tensor."""
-
-
-class Copies(StandIns):
-    """Real tensors: the data of ghosts, and copies of the model's state, which must be at hand.
+class Copies:
+    """Real tensors in place of ghosts and of the model's state: their data, and copies of it, which must be at hand.
 
     Args:
         device: Where to compute.
     """
 
+    fake_mode: FakeTensorMode | None = None
+    """That of fake tensors; None if there are data."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    @property
-    @override
     def mode(self) -> AbstractContextManager[Any]:
+        """To compute in."""
         return nullcontext()
 
-    @property
-    @override
-    def fake_mode(self) -> None:
-        return None
-
-    @override
     def of(self, tensor: Tensor) -> Tensor:
-        copy: Tensor = self._copies.get(tensor, tensor)
-        return copy
+        """The one in place of a tensor."""
+        made: Tensor = self._made.get(tensor, tensor)
+        return made
 
-    @override
     def of_state(self, tensor: Tensor) -> Tensor:
-        if tensor not in self._copies:
-            copy = tensor.detach().to(self._device, copy=True)
-            self._copies[tensor] = copy.requires_grad_(tensor.requires_grad)
+        """The one in place of a parameter or buffer."""
+        if tensor not in self._made:
+            self._made[tensor] = self._of_new_state(tensor).requires_grad_(tensor.requires_grad)
         return self.of(tensor)
 
-    @override
     def put(self, tensor: Tensor, stand_in: Tensor) -> None:
-        self._copies[tensor] = stand_in
+        """Let this be the one in place of a tensor."""
+        self._made[tensor] = stand_in
+
+    def _of_new_state(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self._device, copy=True)
 
 
-class Fakes(StandIns):
+class Fakes(Copies):
     """Fake tensors, in place of real ones too.
 
     Args:
         device: Where parameters live when they are at hand.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._device = device
-        self._fakes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    fake_mode: FakeTensorMode
 
-    @property
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
     @override
     def mode(self) -> AbstractContextManager[Any]:
-        return on_fake_tensors(self._mode)
-
-    @property
-    @override
-    def fake_mode(self) -> FakeTensorMode:
-        return self._mode
+        return on_fake_tensors(self.fake_mode)
 
     @override
     def of(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        if tensor not in self._fakes:
-            self._fakes[tensor] = self._mode.from_tensor(apart(tensor))
-        fake: Tensor = self._fakes[tensor]
-        return fake
+        if tensor not in self._made:
+            self._made[tensor] = self.fake_mode.from_tensor(apart(tensor))
+        return super().of(tensor)
 
     @override
-    def of_state(self, tensor: Tensor) -> Tensor:
-        if tensor not in self._fakes:  # it may be sharded or absent
-            with self._mode:
-                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            self._fakes[tensor] = fake.requires_grad_(tensor.requires_grad)
-        return self.of(tensor)
-
-    @override
-    def put(self, tensor: Tensor, stand_in: Tensor) -> None:
-        self._fakes[tensor] = stand_in
+    def _of_new_state(self, tensor: Tensor) -> Tensor:
+        with self.fake_mode:  # it may be sharded or absent
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
 
 
 class FakeBlocks:
@@ -285,7 +244,7 @@ class FakeBlocks:
         self,
         module: nn.Module,
         blocks: Mapping[str, nn.Module],
-        fakes: StandIns,
+        fakes: Copies,
         kept_hooks: Mapping[str, frozenset[HookCall]],
     ) -> None:
         self._fakes, self._kept_hooks = fakes, kept_hooks

@@ -31,7 +31,7 @@ from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import forward_hook_registries, named_state
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
-from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, RandomnessSeen, StandIns
+from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, RandomnessSeen
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import DEVICE_GETTERS, Router, StepMode
 from lightning_3d.trace.refusals import (
@@ -103,7 +103,7 @@ class _Tracer(StepMode):
         self,
         module: nn.Module,
         router: Router,
-        fakes: StandIns,
+        fakes: Copies,
         kept_hooks: Mapping[str, frozenset[HookCall]],
         *,
         notes_storages: bool,
@@ -291,7 +291,7 @@ class _Tracer(StepMode):
             *(self._sources.get(leaf, frozenset()) for leaf in leaves if isinstance(leaf, Tensor))
         )
         noting = nullcontext() if self._storages is None else self._storages.noting()
-        with self._fakes.mode, RandomnessSeen() as randomness, noting as noted:
+        with self._fakes.mode(), RandomnessSeen() as randomness, noting as noted:
             output = run(*tree_unflatten(fakes, spec))
         register_dataclasses(output)
         outputs, out_spec = tree_flatten(output)

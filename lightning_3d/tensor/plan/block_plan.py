@@ -182,17 +182,6 @@ class BlockTensorPlan:
             f"{self.communicated_bytes} bytes"
         )
 
-    def __str__(self) -> str:
-        if self.reason is not None:
-            return self.summary
-        width = max((len(weight.fqn) for weight in self.weights), default=0)
-        rows = [
-            f"  {weight.fqn:<{width}}  {weight.role:<9}  {list(weight.shape)}"
-            + (f" on dim {weight.shard_dim}" if weight.reason is None else f"  {weight.reason}")
-            for weight in self.weights
-        ]
-        return "\n".join([self.summary, *rows])
-
 
 def replicated_plan(block: nn.Module, *, size: int, reason: str) -> BlockTensorPlan:
     """The plan that leaves a block alone: every rank holds and computes all of it."""

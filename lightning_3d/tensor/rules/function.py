@@ -20,20 +20,12 @@ def simplified(function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of the same call without what torch has no sharded form for.
 
     ``torch.cat`` gets no tensors of shape (0,), which it ignores whatever the shapes of the others, and as which
-    key-value caches begin; ``x[:, [-2]]`` becomes ``x[:, -2:-1]``.
+    key-value caches begin.
     """
     if function in _CONCATENATIONS and args and isinstance(args[0], list | tuple):
         kept = [tensor for tensor in args[0] if tensor.shape != (0,)]
         return (kept or args[0], *args[1:])
-    if function is Tensor.__getitem__ and isinstance(args[1], list | tuple):
-        items = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if all(item is None or item is Ellipsis or isinstance(item, slice) or _is_one(item) for item in items):
-            return (args[0], tuple(slice(i[0], i[0] + 1 or None) if isinstance(i, list) else i for i in items))
     return args
-
-
-def _is_one(item: object) -> bool:
-    return isinstance(item, list) and len(item) == 1 and type(item[0]) is int
 
 
 _RANDOM = frozenset(
