@@ -32,29 +32,15 @@ def unread_outputs(trace: Trace) -> Mapping[str, frozenset[int]]:
 LOSS, LOG, LOSS_OF_LOG = "cross_entropy", "log_softmax", "nll_loss"
 """Names of calls that make the loss of logits: the first, or the third of what the second gives."""
 
-_KEEPING = frozenset(
-    {
-        "__getitem__",
-        "__mul__",
-        "__rmul__",
-        "__truediv__",
-        "clone",
-        "contiguous",
-        "div",
-        "flatten",
-        "float",
-        "mul",
-        "permute",
-        "reshape",
-        "squeeze",
-        "tanh",
-        "to",
-        "transpose",
-        "true_divide",
-        "unsqueeze",
-        "view",
-    }
+VIEWS = frozenset(
+    {"__getitem__", "flatten", "permute", "reshape", "squeeze", "swapaxes", "transpose", "unsqueeze", "view"}
 )
+COPIES = frozenset({"clone", "contiguous"})
+CASTS = frozenset({"double", "float", "to"})
+ELEMENTWISE = CASTS | {"__mul__", "__rmul__", "__truediv__", "div", "mul", "tanh", "true_divide"}
+"""Names of calls of single numbers, and of constants."""
+
+_KEEPING = VIEWS | COPIES | ELEMENTWISE
 """Calls that logits go through on shards; a further use of them elsewhere gathers them once."""
 
 

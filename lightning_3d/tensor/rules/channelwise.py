@@ -76,7 +76,7 @@ def as_channel_call(call: Call, size: int) -> ChannelCall | None:
         slopes = call.args[1] if len(call.args) > 1 else call.kwargs["weight"]
         has_own = dim == 1 and slopes.numel() == input.shape[1]
         return ChannelCall(call=call, dim=dim, vectors=(slopes,)) if has_own else None
-    return ChannelCall(call=call, dim=dim) if _is_independent(call, input, dim, size) else None
+    return ChannelCall(call=call, dim=dim) if _is_independent(call, input, dim) else None
 
 
 _POOLINGS = (
@@ -94,7 +94,7 @@ _ALONG: Mapping[Function, int] = {getattr(F, name.format(dims)): dims for name i
 
 _NORMS: frozenset[Function] = frozenset({F.batch_norm, F.instance_norm, F.group_norm})
 
-_OTHERS: frozenset[Function] = frozenset({F.prelu, F.interpolate, F.pad, F.pixel_shuffle, F.pixel_unshuffle})
+_OTHERS: frozenset[Function] = frozenset({F.prelu, F.interpolate, F.pad})
 
 _CALLS = _NORMS | _OTHERS | _ALONG.keys()
 
@@ -105,25 +105,14 @@ _WITH_OPTIONS: Sequence[Function] = (*_NORMS, F.pad)
 _SIGNATURES = {function: inspect.signature(function) for function in _WITH_OPTIONS}
 
 
-def _is_independent(call: Call, input: Tensor, dim: int, size: int) -> bool:
+def _is_independent(call: Call, input: Tensor, dim: int) -> bool:
     """Whether a call works along other dims than the sharded one."""
     if call.function in _ALONG:
         return dim < input.dim() - _ALONG[call.function]
     if call.function is F.interpolate:
         return dim < 2
-    if call.function is F.pad:
-        return dim < input.dim() - len(_arguments(call)["pad"]) // 2
-    return _shuffles_own(call, dim, size)
-
-
-def _shuffles_own(call: Call, dim: int, size: int) -> bool:
-    """Blocks of channels become pixels of one channel, or the other way round."""
-    if len(call.args) != 2 or call.kwargs:
-        return False
-    input, factor = call.args
-    num_blocks = input.shape[dim] // (factor**2 if call.function is F.pixel_shuffle else 1)
-    channels_dim: int = input.dim() - 3
-    return dim < channels_dim or (dim == channels_dim and num_blocks % size == 0)
+    num_padded: int = len(_arguments(call)["pad"]) // 2
+    return dim < input.dim() - num_padded
 
 
 def _norm(call: Call, size: int) -> ChannelCall:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.rules.function import Function, function_name
 from lightning_3d.tensor.vocabulary.chunked_loss import Elementwise
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.torch_internals.tensors import contiguous_stride, storage_id
+from lightning_3d.trace.output_uses import CASTS, COPIES, ELEMENTWISE, LOG, VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +71,16 @@ class View:
 
     def after(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
         """The view that a function makes of the tensor; None if it needs the logits."""
-        if func is Tensor.__getitem__ and (view := self._picked(*args)) is not None:
+        name = function_name(func)
+        if name == "__getitem__" and (view := self._picked(*args)) is not None:
             return view
-        if func in _VIEWS:
+        if name in VIEWS:
             return self._viewed(func, args, kwargs)
-        if func in _COPIES:
+        if name in COPIES:
             return None if args or kwargs else self
-        if func in _LOG_SOFTMAX:
+        if name == LOG:
             return self._logarithms(func, args, kwargs)
-        if kwargs or func not in _ELEMENTWISE or not all(type(arg) in (int, float, torch.dtype) for arg in args):
+        if kwargs or name not in ELEMENTWISE or not all(type(arg) in (int, float, torch.dtype) for arg in args):
             return None
         return self._elementwise(func, args)
 
@@ -121,7 +122,7 @@ class View:
         dtype = func(self._single(), *args).dtype
         if not dtype.is_floating_point:
             return None
-        if func not in _CASTS:
+        if function_name(func) not in CASTS:
             return None if self.is_log else replace(self, then=(*self.then, lambda chunk: func(chunk, *args)))
         if self.is_log:  # the loss is that of their own dtype, or wider
             return replace(self, dtype=dtype) if torch.promote_types(self.dtype, dtype) == dtype else None
@@ -141,41 +142,3 @@ class View:
 
     def _single(self) -> Tensor:
         return torch.empty([1] * len(self.shape), dtype=self.dtype, device=self.rows.device)
-
-
-_VIEWS: frozenset[Function] = frozenset(
-    {
-        Tensor.__getitem__,
-        Tensor.view,
-        Tensor.reshape,
-        torch.reshape,
-        Tensor.flatten,
-        torch.flatten,
-        Tensor.transpose,
-        torch.transpose,
-        Tensor.swapaxes,
-        Tensor.permute,
-        torch.permute,
-        Tensor.squeeze,
-        torch.squeeze,
-        Tensor.unsqueeze,
-        torch.unsqueeze,
-    }
-)
-_COPIES: frozenset[Function] = frozenset({Tensor.contiguous, Tensor.clone, torch.clone})
-_LOG_SOFTMAX: frozenset[Function] = frozenset({F.log_softmax, torch.log_softmax, Tensor.log_softmax})
-_CASTS: frozenset[Function] = frozenset({Tensor.float, Tensor.double, Tensor.to})
-_ELEMENTWISE: frozenset[Function] = _CASTS | {
-    Tensor.mul,
-    Tensor.__mul__,
-    Tensor.__rmul__,
-    torch.mul,
-    Tensor.div,
-    Tensor.__truediv__,
-    Tensor.true_divide,
-    torch.div,
-    torch.true_divide,
-    Tensor.tanh,
-    torch.tanh,
-}
-"""Functions of single numbers, and of constants."""

@@ -33,13 +33,13 @@ class Resampling(nn.Module):
         self.norm = nn.InstanceNorm2d(16, affine=True, track_running_stats=True)
         self.slopes = nn.PReLU(16)
         self.reflect = nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect", groups=16, bias=False)
-        self.down = nn.ConvTranspose2d(4, 8, 3, padding=1)
+        self.down = nn.ConvTranspose2d(16, 8, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.slopes(self.norm(self.grouped(self.up(x))))
         y = F.max_pool2d(self.reflect(y), 2) + F.adaptive_avg_pool2d(y, 4) + F.avg_pool2d(y, 2)
         y = F.interpolate(F.pad(y, (1, 1)), size=(4, 4), mode="bilinear")
-        return x + self.down(F.avg_pool2d(F.pixel_shuffle(y, 2), 2))
+        return x + self.down(y)
 
 
 class GatedDepthwise(nn.Module):
