@@ -44,8 +44,6 @@ class BlockPlan:
     """Pipeline stage of its first call, its second, ..."""
     tensor: BlockTensorPlan | None
     """How its weights are sharded over tp; None if they are replicated."""
-    safer: BlockTensorPlan | None = None
-    """Takes the place of ``tensor`` if that does not prove out; None for replicated weights."""
     recompute: Mode = "none"
     """How its backward computes its forward again."""
     is_offloaded: bool = False
@@ -154,10 +152,9 @@ class Plan:
         return replace(self, memory=tuple(rows))
 
     def with_tensor(self, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
-        """The plan with other shardings of some blocks, by FQN, which have no safer ones."""
+        """The plan with other shardings of some blocks, by FQN."""
         blocks = (
-            replace(block, tensor=tensor[block.fqn], safer=None) if block.fqn in tensor else block
-            for block in self.blocks
+            replace(block, tensor=tensor[block.fqn]) if block.fqn in tensor else block for block in self.blocks
         )
         return replace(self, blocks=tuple(blocks))
 

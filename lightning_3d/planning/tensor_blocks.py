@@ -1,4 +1,4 @@
-"""Tensor parallel for the blocks of a plan: each block's sharding, and a safer one in case it does not prove out."""
+"""Tensor parallel for the blocks of a plan: each block's sharding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan_blocks(
     by_hand = roles_by_hand(config.plan, module, blocks)
     vocabulary = _find_vocabulary(plan, module, blocks, trace, by_hand)
     unread = unread_outputs(trace)
-    found: dict[Hashable, tuple[BlockTensorPlan, BlockTensorPlan | None]] = {}
+    found: dict[Hashable, BlockTensorPlan] = {}
     sharded = []
     for number, block_plan in enumerate(plan.blocks, 1):
         fqn, block = block_plan.fqn, blocks[block_plan.fqn]
@@ -64,24 +64,19 @@ def plan_blocks(
                 unread=leaves,
             )
             with wait(f"Planning {fqn}, block {number} of {len(plan.blocks)}"):
-                best, safer = _best(find, sequence_parallel=config.sequence_parallel and not use.fqns)
-            found[key] = with_vocabulary(best, use), safer and with_vocabulary(safer, use)
-        tensor, safer = found[key]
-        check_roles(tensor, roles, fqn)
-        sharded.append(replace(block_plan, tensor=tensor, safer=safer))
+                best = _best(find, sequence_parallel=config.sequence_parallel and not use.fqns)
+            found[key] = with_vocabulary(best, use)
+        check_roles(found[key], roles, fqn)
+        sharded.append(replace(block_plan, tensor=found[key]))
     return replace(plan, blocks=tuple(sharded))
 
 
-def _best(
-    find: Callable[..., BlockTensorPlan], *, sequence_parallel: bool
-) -> tuple[BlockTensorPlan, BlockTensorPlan | None]:
-    """A block's sharding, and a safer one."""
+def _best(find: Callable[..., BlockTensorPlan], *, sequence_parallel: bool) -> BlockTensorPlan:
+    """A block's sharding, along its sequence too if that can be."""
     best = find(sequence_parallel=sequence_parallel)
-    if best.is_sequence_parallel:
-        return best, find(sequence_parallel=False)
     if sequence_parallel and not best.is_sharded:
         best = replace(find(sequence_parallel=False), not_sequence_parallel=best.reason)
-    return best, None
+    return best
 
 
 def _find_vocabulary(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -43,19 +43,13 @@ def prove_blocks(
         is_empty: Whether there are none yet, so that random ones take their place for that.
 
     Returns:
-        The same plan on all ranks, in which blocks that did not prove out have their safer sharding, if that does, or
-        none; each is warned of.
+        The same plan on all ranks, in which blocks that did not prove out are replicated; each is warned of.
     """
     tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor is not None and block.tensor.is_sharded}
     if left := {fqn: tensor for fqn, tensor in tensors.items() if tensor.not_sequence_parallel is not None}:
         reasons = {fqn: f"{tensor.not_sequence_parallel} ({tensor.summary})" for fqn, tensor in left.items()}
         _warn("Sequence parallelism", reasons)
     failed = _failures(plan, observed, mesh, config, device, compiled, wait, is_empty)
-    safer = {block.fqn: block.safer for block in plan.blocks if block.fqn in failed and block.safer is not None}
-    if safer:
-        _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
-        plan = plan.with_tensor(safer)
-        failed |= _failures(plan, observed, mesh, config, device, compiled, wait, is_empty, only=safer.keys())
     if failed:
         failed = _with_partners(failed, plan)
         _warn("Tensor parallel", failed)
@@ -73,14 +67,8 @@ def _failures(
     compiled: Callable[[nn.Module], Compiled | None],
     wait: Wait,
     is_empty: bool,
-    *,
-    only: Collection[str] | None = None,
 ) -> dict[str, str]:
-    """FQN -> plan and difference, on all ranks, for those blocks that do not prove out.
-
-    Args:
-        only: FQNs of the blocks to prove; None for all.
-    """
+    """FQN -> plan and difference, on all ranks, for those blocks that do not prove out."""
     assert observed.trace is not None
     inputs = observed.trace.block_inputs
     proofs: dict[Hashable, Verification] = {}
@@ -88,7 +76,7 @@ def _failures(
     own = plan.blocks_on(mesh.pp_rank)
     for number, block_plan in enumerate(own, 1):
         tensor, fqn = block_plan.tensor, block_plan.fqn
-        if (only is not None and fqn not in only) or tensor is None or not tensor.is_sharded or fqn not in inputs:
+        if tensor is None or not tensor.is_sharded or fqn not in inputs:
             continue
         block = observed.blocks[fqn]
         key = identity_of(fqn, block), tensor
