@@ -26,12 +26,12 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.launch import run_ranks
+from benchmarks.measured_memory import MeasuredPeak
 from benchmarks.models import GPT, random_tokens
 from benchmarks.quiet_trainer import quiet_trainer
 from benchmarks.turns import ratio_quartiles, take_turns
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.recomputation import Recomputation
-from lightning_3d.callbacks import MemoryTable
 from lightning_3d.distributed.rng import Generators
 
 BATCH, LENGTH, POINTS, WARM_UP, TURNS = 8, 256, 7, 2, 15
@@ -41,10 +41,11 @@ def planned(activations: Mapping[str, Any]) -> tuple[int, int, dict[str, str]]:
     """Predicted and measured bytes of a step, and how blocks are recomputed; runs on the one rank."""
     torch.manual_seed(0)
     strategy = ThreeDStrategy(activations=activations)
-    quiet_trainer(strategy, 1, 3, MemoryTable()).fit(GPT(), random_tokens(3, BATCH, LENGTH))
+    measured = MeasuredPeak()
+    quiet_trainer(strategy, 1, 3, measured).fit(GPT(), random_tokens(3, BATCH, LENGTH))
     (row,) = strategy.plan.memory
-    assert row.measured is not None
-    return row.peak, row.measured, {block.fqn: block.recompute for block in strategy.plan.blocks if block.is_recomputed}
+    modes: dict[str, str] = {block.fqn: block.recompute for block in strategy.plan.blocks if block.is_recomputed}
+    return row.peak, measured.peak, modes
 
 
 def step_of(modes: Mapping[str, Any]) -> Callable[[], None]:

@@ -30,10 +30,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.data_parallel_step import Clock
+from benchmarks.measured_memory import MeasuredPeak
 from benchmarks.models import random_tokens
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks import MemoryTable
 
 WARM_UP, LARGE = 4, 1e4
 GIB = 2**30
@@ -81,15 +81,14 @@ def trained(
 ) -> tuple[float, int]:
     """Seconds of a step, and bytes at most, which a plain Trainer on CPUs does not know."""
     gc.collect()  # what the one before has left
-    clock = WaitingClock(WARM_UP)
+    clock, measured = WaitingClock(WARM_UP), MeasuredPeak()
     has_budget = isinstance(strategy, ThreeDStrategy) and strategy.config.activations.plans_memory
-    callbacks = (clock, *((MemoryTable(),) if has_budget else ()))
+    callbacks = (clock, *((measured,) if has_budget else ()))
     settings: dict[str, Any] = {"accelerator": "auto", "precision": precision}
     quiet_trainer(strategy, 1, len(batches), *callbacks, **settings).fit(deepcopy(model), batches)
     if torch.accelerator.is_available():
         return clock.seconds(), torch.accelerator.max_memory_allocated()
-    measured = strategy.plan.memory[0].measured if has_budget else None  # type: ignore[union-attr]
-    return clock.seconds(), measured or 0
+    return clock.seconds(), measured.peak
 
 
 def recomputed(strategy: ThreeDStrategy | str) -> str:

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.launch import run_ranks
+from benchmarks.measured_memory import MeasuredPeak
 from benchmarks.models import GPT, random_tokens
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks import MemoryTable
 
 BATCH, LENGTH, VOCABULARY, LAYERS, BAR = 16, 256, 512, 8, 0.10
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv")
@@ -76,10 +76,14 @@ def peaks(model: str, num_ranks: int, arguments: dict[str, Any], recompute: str)
     """Predicted and measured bytes of each pipeline rank; runs on one of the ranks."""
     torch.manual_seed(0)
     strategy = ThreeDStrategy(activations={"recompute": recompute, "budget": 1000}, **arguments)
-    trainer = quiet_trainer(strategy, num_ranks, 3, MemoryTable())
+    measured = MeasuredPeak()
+    trainer = quiet_trainer(strategy, num_ranks, 3, measured)
     # Replicas share the samples: enough for three steps of two.
     trainer.fit(MODELS[model](), random_tokens(6, BATCH, LENGTH, VOCABULARY))
-    return [(row.peak, row.measured or 0) for row in strategy.plan.memory]
+    everyone: list[tuple[int, int]] = [(0, 0)] * num_ranks
+    torch.distributed.all_gather_object(everyone, (strategy.mesh.pp_rank, measured.peak))
+    most = {pp_rank: peak for pp_rank, peak in sorted(everyone)}  # of the replicas
+    return [(row.peak, most[pp_rank]) for pp_rank, row in enumerate(strategy.plan.memory)]
 
 
 def main(sharded: bool, models: Sequence[str]) -> None:

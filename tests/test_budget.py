@@ -13,16 +13,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from jsonargparse import ArgumentParser
-from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.measured_memory import MeasuredPeak
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks import MemoryTable
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError, PlanError, StepError
-from lightning_3d.memory.rank_memory import RankMemory
 from lightning_3d.planning.plan import Plan
 from tests.models import TinyGPT
 from tests.parity import QUIET, Layout, fitted
@@ -41,14 +40,17 @@ def long_tokens(num_samples: int) -> Dataset[tuple[torch.Tensor, ...]]:
 
 
 def _plan(layout: Layout, model: Any = GPT, **trainer: Any) -> Plan:
-    settings = {"batches": 3, "epochs": 1, "limit_val_batches": 0, "callbacks": [MemoryTable()], **trainer}
+    settings = {"batches": 3, "epochs": 1, "limit_val_batches": 0, **trainer}
     runs, _ = fitted(layout, model, **{"data": long_tokens, **settings})
     assert isinstance(runs.strategy, ThreeDStrategy)
     return runs.strategy.plan
 
 
-def _memory(layout: Layout, settings: Mapping[str, Any]) -> tuple[RankMemory, ...]:
-    return _plan(layout, **settings).memory
+def _peaks(layout: Layout, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes at most of this rank, predicted and measured."""
+    measured = MeasuredPeak()
+    plan = _plan(layout, callbacks=[measured], **settings)
+    return plan.memory[dist.get_rank() * layout.pp // layout.world_size].peak, measured.peak
 
 
 PEAKS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
@@ -67,10 +69,8 @@ PEAKS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
 def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, name: str) -> None:
     layout, mode, settings = PEAKS[name]
     layout = replace(layout, activations={**LARGE, "recompute": mode})
-    for memory in workers(layout.world_size).run(_memory, layout, settings):
-        for row in memory:
-            assert row.measured is not None
-            assert row.peak == pytest.approx(row.measured, rel=0.1)
+    for predicted, measured in workers(layout.world_size).run(_peaks, layout, settings):
+        assert predicted == pytest.approx(measured, rel=0.1)
 
 
 def _warnings_of_batches(layout: Layout, sizes: list[int]) -> list[str]:
@@ -147,17 +147,13 @@ def _refused(activations: dict[str, Any], **settings: Any) -> str:
 
 def _refusals() -> list[str]:
     return [
-        _refused({}),
-        _refused(LARGE, profiler=PyTorchProfiler(filename=None)),
         _refused({"budget": 1e-3, "recompute": "none"}),
         _refused(LARGE | {"recompute": "auto"}, model=Manual),
     ]
 
 
-def test_what_can_not_be_planned_or_measured_is_refused(workers: WorkerPools) -> None:
-    ((no_budget, two_profilers, too_little, manual),) = workers(1).run(_refusals)
-    assert "set activations.budget" in no_budget
-    assert "leave out one of them" in two_profilers
+def test_what_can_not_be_planned_is_refused(workers: WorkerPools) -> None:
+    ((too_little, manual),) = workers(1).run(_refusals)
     assert "with 0 blocks recomputed, but activations.budget is 1.0 MiB" in too_little
     assert "activations.recompute='auto'" in too_little
     assert "manual optimization" in manual

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.measured_memory import AllocatedPeak
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import PlanError, StepError
 from lightning_3d.tensor.axis import MeshAxis
@@ -25,7 +26,6 @@ from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits, made
 from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
-from lightning_3d.torch_internals.profiling import AllocatedPeak
 from tests.law.models.heads import Shifted
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import QUIET, Layout, assert_same_state, devices, fitted, whole_state

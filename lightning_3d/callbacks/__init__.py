@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_3d.callbacks.memory import MemoryTable
 from lightning_3d.callbacks.report import Report
 from lightning_3d.callbacks.telemetry import Telemetry
 from lightning_3d.callbacks.timeline import ScheduleTimeline
 
-__all__ = ["MemoryTable", "Report", "ScheduleTimeline", "Telemetry"]
+__all__ = ["Report", "ScheduleTimeline", "Telemetry"]

@@ -59,7 +59,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def memory_figure(ranks: Sequence[RankMemory]) -> Figure:
-    """The memory of the ranks of the pp axis at the peak of a step, stacked by kind; beside it what was measured."""
+    """The memory of the ranks of the pp axis at the peak of a step, stacked by kind."""
     figure = _figure(4)
     axes = figure.subplots()
     bottoms = [0.0] * len(ranks)
@@ -74,10 +74,6 @@ def memory_figure(ranks: Sequence[RankMemory]) -> Figure:
         sizes_in_unit = [size / unit for size in sizes]
         axes.bar(range(len(ranks)), sizes_in_unit, width=0.4, bottom=bottoms, color=colour, label=kind)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes_in_unit, strict=True)]
-    measured = {index: rank.measured / unit for index, rank in enumerate(ranks) if rank.measured is not None}
-    if measured:
-        at = [index + 0.3 for index in measured]
-        axes.bar(at, list(measured.values()), width=0.2, color="none", edgecolor="black", label="measured peak")
     budgets = [rank.budget / unit for rank in ranks if rank.budget is not None]
     if budgets:
         axes.axhline(min(budgets), color="black", linestyle="dashed", label="budget")

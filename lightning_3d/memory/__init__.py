@@ -1,1 +1,1 @@
-"""The memory of a training step: predicted, kept within a budget, and measured."""
+"""The memory of a training step: predicted, and kept within a budget."""

@@ -15,7 +15,6 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import workspaces
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.memory.rank_memory import HeldMemory
-from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.buckets import bucket_bytes
 from lightning_3d.zero.engine import Zero
@@ -62,14 +61,6 @@ def held_memory(
 def bytes_of(batch: Any) -> int:
     """The tensors of a batch."""
     return _num_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-
-
-def bytes_now(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Bytes of weights, gradients and optimizer states that are on this rank now."""
-    tensors: list[Any] = [tensor for _, tensor, _ in named_state(module) if not tensor.is_meta]
-    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf]
-    tensors += [leaf for optimizer in optimizers for state in optimizer.state.values() for leaf in tree_leaves(state)]
-    return _num_bytes(tensor for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def _states(zero: Zero, optimizers: Iterable[Optimizer], config: ThreeDConfig) -> int:

@@ -47,8 +47,6 @@ class RankMemory:
     """Predicted, in a training step."""
     budget: int | None
     """None if it is not limited."""
-    measured: int | None = None
-    """In the second training step; None before it, or where it can't be measured."""
 
     @property
     def activations(self) -> int:
@@ -66,12 +64,10 @@ def size_text(num_bytes: int) -> str:
 def memory_table(ranks: Sequence[RankMemory]) -> Table:
     """A row for each place on the pp axis."""
     table = Table(title="memory of a training step")
-    further = [name for name in ("budget", "measured") if any(getattr(rank, name) is not None for rank in ranks)]
-    for column in ["pipeline rank", "weights", "gradients", "optimizer", "activations", "peak", *further]:
+    for column in ("pipeline rank", "weights", "gradients", "optimizer", "activations", "peak", "budget"):
         table.add_column(column, justify="right")
     for index, rank in enumerate(ranks):
         held = rank.held
         sizes = [held.weights, held.gradients, held.optimizer_states, rank.activations, rank.peak]
-        known = [getattr(rank, name) for name in further]
-        table.add_row(str(index), *("" if size is None else size_text(size) for size in [*sizes, *known]))
+        table.add_row(str(index), *map(size_text, sizes), "none" if rank.budget is None else size_text(rank.budget))
     return table

@@ -143,14 +143,6 @@ class Plan:
             self, blocks=tuple(replace(block, recompute=modes.get(block.fqn, "none")) for block in self.blocks)
         )
 
-    def with_measured(self, peaks: Sequence[tuple[int, int | None]]) -> Plan:
-        """The plan with the memory that ranks took: pairs of an index on the pp axis and bytes, None if unknown."""
-        rows = []
-        for rank, row in enumerate(self.memory):
-            known = [peak for index, peak in peaks if index == rank and peak is not None]
-            rows.append(replace(row, measured=max(known, default=None)))
-        return replace(self, memory=tuple(rows))
-
     def with_tensor(self, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
         """The plan with other shardings of some blocks, by FQN."""
         blocks = (

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
@@ -21,8 +19,6 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.memory.held import bytes_now
-from lightning_3d.memory.meter import MemoryMeter
 from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
@@ -62,10 +58,8 @@ class TrainedOptimizers:
         device: torch.device,
     ) -> None:
         self.optimizers = list(optimizers)
-        self._parallel, self._module, self._mesh = parallel, module, mesh
+        self._parallel, self._module = parallel, module
         self._unsaved = list(optimizers) if _are_saved(trainer) else []  # that did not step yet, and may be refused
-        self.meter: MemoryMeter | None = None
-        """Measures memory where it is planned."""
         zero, shows = parallel.zero, config.zero.show_gradients
         zero.shows_gradients = gradients_seen(trainer, module) if shows == "auto" else shows
         _replace_early(optimizers, early, module)
@@ -89,26 +83,13 @@ class TrainedOptimizers:
             if parallel.budget is not None and not parallel.plan.memory:
                 parallel.plan = parallel.budget.plan(parallel.plan, module, zero, kinds, config, mesh, device)
                 parallel.keep_little(parallel.plan)
-            if parallel.budget is not None:
-                num_batches = trainer.accumulate_grad_batches
-                held = partial(bytes_now, module, optimizers)
-                self.meter = MemoryMeter(device, num_batches, held, zero.settle, self._show_memory)
-                undone.callback(self.meter.stop)
             if precision.scales_losses:
                 undone.enter_context(schedulers_skipping(module, precision.skips))
             self._undone = undone.pop_all()
 
-    def _show_memory(self, measured: int | None) -> None:
-        """Put the measured peaks of all ranks into the plan."""
-        everyone: list[Any] = [None] * self._mesh.shape.world_size
-        dist.all_gather_object(everyone, (self._mesh.pp_rank, measured))
-        self._parallel.plan = self._parallel.plan.with_measured(everyone)
-
     def begin_batch(self) -> None:
         """Before a training step."""
         self._steps.refuse_unfinished()
-        if self.meter is not None:
-            self.meter.begin_batch()
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:

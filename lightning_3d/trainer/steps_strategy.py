@@ -155,8 +155,6 @@ class StepsStrategy(RanksStrategy):
         return self._evaluate("predict_step", self._precision.predict_step_context(), *args, *kwargs.values())
 
     def _evaluate(self, name: str, precision: AbstractContextManager[None], batch: Any, *rest: Any) -> Any:
-        if self._trained is not None and self._trained.meter is not None:
-            self._trained.meter.end()
         # DTensors do not survive inference mode.
         with precision, self._stepping(are_buffers_due=False), torch.inference_mode(False), torch.no_grad():
             batch = self._parts.guard(detached_from_inference(batch))
@@ -216,17 +214,6 @@ class StepsStrategy(RanksStrategy):
     def _norm_of(self, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
         self._met.meet(range(self.mesh.shape.world_size), "a norm of gradients, as clip_grad_norm_ takes it")
         return self._parts.gradients.norm(parameters, norm_type)
-
-    def profile_memory(self) -> None:
-        """Measure the peak of the second step, shown in `plan`, by torch's profiler on devices whose allocator does not
-        count; to be called before the first step. No other profiler of torch may run meanwhile.
-
-        Raises:
-            StepError: no budget is set, so nothing is predicted.
-        """
-        if self._trained is None or self._trained.meter is None:
-            raise StepError("The memory of steps is predicted and measured with a budget: set activations.budget")
-        self._trained.meter.profiles = True
 
     def measure_steps(self, recorder: SpanRecorder | None) -> None:
         """Have the schedules of the steps that follow measured by this, or by none. Every rank calls it."""

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.callbacks import MemoryTable
+from benchmarks.measured_memory import MeasuredPeak
 from tests.gpu import DEVICE
 from tests.models import LogsLoss, TinyGPT
 from tests.parity import Job, Layout, assert_parity, fitted, run_layout
@@ -86,15 +86,15 @@ def test_precisions(ranks: RanksOf, figure: Figure, precision: str, name: str) -
 
 
 def _memory() -> tuple[int, int]:
+    measured = MeasuredPeak()
     trainer, _ = fitted(
         Layout(activations={"recompute": "none", "budget": 10.0}),
         partial(TinyGPT, width=256, num_layers=8),
-        callbacks=[MemoryTable()],
+        callbacks=[measured],
         accelerator=DEVICE,
     )
     (row,) = trainer.strategy.plan.memory  # type: ignore[attr-defined]
-    assert row.measured is not None
-    return row.peak, row.measured
+    return row.peak, measured.peak
 
 
 @on_a_gpu(reason="left for a GPU: the second device has no statistics of an allocator")
