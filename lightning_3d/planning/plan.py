@@ -23,7 +23,7 @@ from lightning_3d.memory.rank_memory import RankMemory, memory_table, size_text
 from lightning_3d.planning.assignment import StagePlan, assign_stages
 from lightning_3d.planning.inline_mode import inline_text, loss_text
 from lightning_3d.planning.loads import Unit, num_parameters
-from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
+from lightning_3d.planning.optimizer_plan import OptimizerPlan
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table
 from lightning_3d.torch_internals.modules import BatchNorm, named_state
@@ -86,7 +86,7 @@ class Plan:
     batch_norms: tuple[str, ...] = ()
     """FQNs of modules that normalise by statistics of what they are given."""
     optimizers: tuple[OptimizerPlan, ...] = ()
-    """Who steps what; there once the optimizers are made."""
+    """There once they are made."""
     memory: tuple[RankMemory, ...] = ()
     """The memory of the ranks of the pp axis, where a budget is planned; there once the optimizers are made."""
     losses: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ class Plan:
 
     def __rich__(self) -> RenderableType:
         """For terminals of 100 columns: a row per stage; with a pipeline, what its loss is; with tensor parallel, a row
-        per weight; a row per optimizer.
+        per weight; a line per optimizer.
         """
         tables: list[RenderableType] = [self._stage_table()]
         if self.batch_norms and self.num_microbatches > 1:
@@ -186,8 +186,7 @@ class Plan:
         tables.extend(self.gathers)
         if self.memory:
             tables.append(memory_table(self.memory))
-        if self.optimizers:
-            tables.append(optimizer_table(self.optimizers))
+        tables.extend(map(str, self.optimizers))
         return Group(*tables)
 
     def _stage_table(self) -> Table:

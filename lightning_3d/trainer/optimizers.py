@@ -19,7 +19,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
+from lightning_3d.planning.optimizer_plan import KindFound, OptimizerPlan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.torch_internals.modules import attributes_replaced
@@ -35,7 +35,7 @@ class TrainedOptimizers:
     """Optimizers that step a parallel model, until `close`; every rank makes it and calls its methods.
 
     Args:
-        parallel: Gets a plan of who steps what, and of what is recomputed within a budget.
+        parallel: Gets a plan of how they step, and of what is recomputed within a budget.
         early: Names of the parameters from before the model was made parallel, as LightningCLI's optimizers hold them.
 
     Raises:
@@ -66,8 +66,10 @@ class TrainedOptimizers:
         kinds = check_optimizers(optimizers, module, mesh, config.zero, device)
         with ExitStack() as undone:
             zero.divide(kinds)
-            ranks = {parameter: parallel.plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
-            planned = (plan_optimizer(o, kind, _how_found(o, config.zero), zero, ranks) for o, kind in kinds.items())
+            planned = (
+                OptimizerPlan(name=type(optimizer).__name__, kind=kind, found=_how_found(optimizer, config.zero))
+                for optimizer, kind in kinds.items()
+            )
             parallel.plan = replace(parallel.plan, optimizers=tuple(planned))
             undone.callback(zero.release)
             precision.divide(kinds, module, config.precision)
