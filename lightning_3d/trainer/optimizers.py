@@ -9,19 +9,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.optimizer_states import optimizer_state
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.optimizer_plan import KindFound, OptimizerPlan
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel
@@ -58,8 +54,7 @@ class TrainedOptimizers:
         device: torch.device,
     ) -> None:
         self.optimizers = list(optimizers)
-        self._parallel, self._module = parallel, module
-        self._unsaved = list(optimizers) if _are_saved(trainer) else []  # that did not step yet, and may be refused
+        self._parallel = parallel
         zero, shows = parallel.zero, config.zero.show_gradients
         zero.shows_gradients = gradients_seen(trainer, module) if shows == "auto" else shows
         _replace_early(optimizers, early, module)
@@ -101,10 +96,6 @@ class TrainedOptimizers:
         finally:
             self._steps.leave(optimizer)
         self._parallel.runner.after_optimizer_step()
-        if optimizer in self._unsaved:
-            self._unsaved.remove(optimizer)
-            with failing_alike(f"prepare to save {type(optimizer).__name__}, which checkpoints of this run hold"):
-                optimizer_state(self._module, optimizer, self._parallel.zero.shards)
 
     def close(self) -> None:
         """Let optimizers step as torch's do."""
@@ -116,11 +107,6 @@ def _how_found(optimizer: Optimizer, config: ZeroConfig) -> KindFound:
     if config.optimizer_steps != "auto":
         return "set by zero.optimizer_steps"
     return "known" if is_known(optimizer) else "tried on small tensors"
-
-
-def _are_saved(trainer: Trainer) -> bool:
-    """Whether checkpoints that callbacks save by themselves hold the states of optimizers."""
-    return any(isinstance(c, ModelCheckpoint) and not c.save_weights_only for c in callbacks_of(trainer))
 
 
 def _replace_early(optimizers: Sequence[Optimizer], early: Mapping[nn.Parameter, str], module: nn.Module) -> None:
