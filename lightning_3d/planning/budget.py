@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import Mode
@@ -24,14 +23,12 @@ from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.device_memory import available_memory, total_memory
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import PlanError
-from lightning_3d.memory.held import bytes_of, held_memory
 from lightning_3d.memory.rank_memory import HeldMemory, RankMemory, size_text
+from lightning_3d.planning.held import HeldAhead, bytes_of
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
-from lightning_3d.zero.engine import Zero
-from lightning_3d.zero.optimizer_kind import OptimizerKind
 
 _NUM_BUDGETS = 10  # that are tried for `trade_offs`
 
@@ -96,8 +93,7 @@ class Budget:
         self,
         plan: Plan,
         module: nn.Module,
-        zero: Zero,
-        kinds: Mapping[Optimizer, OptimizerKind],
+        held: HeldAhead,
         config: ThreeDConfig,
         mesh: Mesh,
         device: torch.device,
@@ -107,14 +103,13 @@ class Budget:
         Raises:
             PlanError: a rank does not fit.
         """
-        own = held_memory(module, zero, kinds, config, mesh, device, self.batch)
-        num_ranks = mesh.shape.world_size
-        available = available_memory(device, num_ranks, own.weights)
-        everyone: list[Any] = [None] * num_ranks
-        mine = (mesh.pp_rank, own, config.activations.budget_bytes(total_memory(device, num_ranks), available))
-        dist.all_gather_object(everyone, mine)
-        held, budgets = _by_stage(everyone, mesh.shape.pp)
-        return on_one_rank(lambda: self.decide(plan, plan.blocks_in(module), config, held, budgets))
+        of_ranks, num_ranks = held.of_ranks(self.batch, device), mesh.shape.world_size
+        available = available_memory(device, num_ranks, of_ranks[mesh.pp_rank].weights)
+        own = config.activations.budget_bytes(total_memory(device, num_ranks), available)
+        everyone = [(mesh.pp_rank, own)] * num_ranks
+        dist.all_gather_object(everyone, (mesh.pp_rank, own))
+        budgets = [min(budget for index, budget in everyone if index == rank) for rank in range(mesh.shape.pp)]
+        return on_one_rank(lambda: self.decide(plan, plan.blocks_in(module), config, of_ranks, budgets))
 
     def decide(
         self,
@@ -139,16 +134,6 @@ class Budget:
                 raise _too_much(self.step, rank, peak, own, budget, modes, is_least=False)
             rows.append(RankMemory(held=own, peak=peak, budget=budget))
         return replace(plan, memory=tuple(rows))
-
-
-def _by_stage(everyone: Sequence[tuple[int, HeldMemory, int]], pp: int) -> tuple[list[HeldMemory], list[int]]:
-    """By index on the pp axis: the most that a rank there holds, and the least budget."""
-    held, budgets = [], []
-    for rank in range(pp):
-        there = [(own, budget) for index, own, budget in everyone if index == rank]
-        held.append(max((own for own, _ in there), key=lambda own: own.always + own.gradients))
-        budgets.append(min(budget for _, budget in there))
-    return held, budgets
 
 
 def choose_recomputation(

@@ -20,7 +20,7 @@ from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import split_batch
 from lightning_3d.planning.budget import Budget
-from lightning_3d.planning.held_ahead import HeldAhead, least_held
+from lightning_3d.planning.held import HeldAhead, StateShapes, least_held
 from lightning_3d.planning.inline_mode import reason_for_inline
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.planning.plan import Plan
@@ -152,13 +152,13 @@ class Ahead:
         device, observed = self._device, self.observe(config, shape)
         with self._precision.dtype_of_steps():
             plan = decide(observed, config, shape, device)
-        held = HeldAhead(self.module, plan, config, self.num_states)
+        held = HeldAhead(StateShapes(self.module), plan, config, self.num_states)
         seconds, step = None, None
         if config.activations.plans_memory:
             sharing = held.num_sharing
             fits = Budget.of(plan, observed, config, device, accumulates=self._accumulates, num_sharing=sharing)
             step = fits.step
-            ranks = [held.of_rank(rank, observed.step.microbatch, device) for rank in range(shape.pp)]
+            ranks = held.of_ranks(observed.step.microbatch, device)
             budgets = [config.activations.budget_bytes(0, 0)] * shape.pp
             plan = fits.decide(plan, plan.blocks_in(self.module), config, ranks, budgets)
             if memory is None:

@@ -25,7 +25,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.microbatches import num_samples
 from lightning_3d.planning.budget import accumulates
-from lightning_3d.planning.held_ahead import least_held
+from lightning_3d.planning.held import least_held
 from lightning_3d.planning.layouts import Choice, Layout
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import (

@@ -78,7 +78,8 @@ class TrainedOptimizers:
             )
             undone.enter_context(self._steps.hooked(optimizers))
             if parallel.budget is not None and not parallel.plan.memory:
-                parallel.plan = parallel.budget.plan(parallel.plan, module, zero, kinds, config, mesh, device)
+                held = parallel.held(config, optimizers)
+                parallel.plan = parallel.budget.plan(parallel.plan, module, held, config, mesh, device)
                 parallel.keep_little(parallel.plan)
             if precision.scales_losses:
                 undone.enter_context(schedulers_skipping(module, precision.skips))

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 
 from lightning_3d.activations.kept_tensor import KeptTensor
 from lightning_3d.activations.offload import Offload
@@ -48,6 +49,7 @@ from lightning_3d.pipeline.inline.between_steps import CallsBetweenSteps
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget import Budget, accumulates
+from lightning_3d.planning.held import HeldAhead, StateShapes
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
@@ -65,6 +67,7 @@ from lightning_3d.waits import CountedWait, Wait
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.fully_sharded import FullySharded, is_shardable
 from lightning_3d.zero.gradients import Gradients
+from lightning_3d.zero.optimizer_kind import num_states
 from lightning_3d.zero.plain_parameters import PlainParameters
 
 
@@ -86,11 +89,17 @@ class ParallelModel:
     keep_little: Callable[[Plan], None]
     """Lets blocks be computed again in their backwards, and offload what they keep, as a plan says."""
     budget: Budget | None
+    shapes: StateShapes
+    """The model's, from before this rank took its part."""
     compiling: CountedWait
     """For blocks that were compiled."""
     layout: Layout
     is_told: bool = False
     """Whether rank 0 has said what layout is running."""
+
+    def held(self, config: ThreeDConfig, optimizers: Iterable[Optimizer]) -> HeldAhead:
+        """The memory that ranks hold whatever they compute, when these optimizers step the model."""
+        return HeldAhead(self.shapes, self.plan, config, max(map(num_states, optimizers), default=0))
 
     @property
     def present_plan(self) -> Plan:
@@ -121,7 +130,7 @@ def make_parallel(
         ConfigError: the ranks were given different models.
     """
     check_same_model(module, is_restored=is_restored)
-    is_empty = is_on_meta(module)
+    is_empty, shapes = is_on_meta(module), StateShapes(module)
     place_buffers(module, device)
     join_replica(mesh, device)
     planned = StepPlanner(trainer, module, mesh.shape, precision, device, wait).plan(config)
@@ -154,6 +163,7 @@ def make_parallel(
         compiling=making.compiling,
         keep_little=keep_little,
         budget=making.budget(plan, zero),
+        shapes=shapes,
         layout=making.lay_out(plan, zero),
     )
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import host_memory
 from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
-from lightning_3d.memory.held import held_memory
 from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.planning.summary import layout_text
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
@@ -83,10 +82,8 @@ def tell_layout(
     if mesh.shape.world_size == 1 or parallel.is_told or not trainer.strategy.broadcast(shows):
         return
     parallel.is_told = True
-    own = held_memory(parallel.layout.module, parallel.zero, optimizers, config, mesh, device, None)
-    everyone = [own] * mesh.shape.world_size
-    dist.all_gather_object(everyone, own)
-    rank_zero_info(layout_text(parallel.plan, HeldMemory.most(everyone), parallel.zero.num_sharing))
+    held = parallel.held(config, optimizers)
+    rank_zero_info(layout_text(parallel.plan, HeldMemory.most(held.of_ranks(None, device)), held.num_sharing))
 
 
 def report_table(reports: Sequence[RankReport]) -> Table:
