@@ -200,7 +200,7 @@ class ShardedGraph:
     def _compute(self, present: _Present, given: Sequence[Any], *own: Tensor) -> list[Tensor]:
         """The graph on other tensors like those that are given."""
         inputs = [_like(tensor, local) for tensor, local in zip(given, own, strict=True)]
-        with present.modes() as interpreter:
+        with present.modes():
             outputs = self._graph(*inputs)
         self._results = [partial(_like, output) if isinstance(output, ShardedTensor) else None for output in outputs]
         return [output.own() if isinstance(output, ShardedTensor) else output for output in outputs]
