@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_3d import StepError, ThreeDStrategy
+from lightning_3d import ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens, training_loader
 from tests.parity import QUIET, Layout, assert_same_state, whole_state
 from tests.workers import WorkerPools
@@ -121,32 +120,3 @@ def test_one_trainer_trains_several_models_and_lays_out_anew_what_was_changed(wo
         for state, expected in zip(found, states, strict=True):
             assert_same_state([state], expected)
         assert of_rank == pytest.approx(losses, abs=1e-5)
-
-
-def _asks_the_first(layouts: tuple[Layout, Layout]) -> list[str]:
-    module, trainers, said = Counts(), [_trainer(layout, max_epochs=1) for layout in layouts], []
-    for trainer, layout in zip(trainers, layouts, strict=True):
-        trainer.fit(module, _data(layout)[0])
-    for act in (lambda: whole_state(trainers[0]), lambda: trainers[0].save_checkpoint("x.ckpt")):
-        with pytest.raises(StepError) as raised:
-            act()
-        said.append(str(raised.value))
-    trainers[1].save_checkpoint("x.ckpt")
-    idle = _trainer(layouts[1], max_epochs=1)
-    idle.strategy.connect(module)
-    with pytest.raises(StepError, match="No run of this Trainer has set up Counts, and a checkpoint was to be saved"):
-        idle.save_checkpoint("x.ckpt")
-    return said
-
-
-def test_trainers_that_do_not_have_the_model_say_so(workers: WorkerPools) -> None:
-    for said in workers(2).run(_asks_the_first, (LAYOUTS["pp2"], LAYOUTS["tp2"])):
-        assert all("Counts has got the layout of another Trainer" in message for message in said)
-
-
-def test_a_trainer_that_ran_nothing_saves_the_model_as_it_was_built(tmp_path: Path) -> None:
-    trainer, module = _trainer(Layout(), max_epochs=1), Counts()
-    trainer.strategy.connect(module)
-    trainer.save_checkpoint(tmp_path / "built.ckpt")
-    saved = torch.load(tmp_path / "built.ckpt", weights_only=True)["state_dict"]
-    torch.testing.assert_close(saved, dict(module.state_dict()), rtol=0, atol=0)

@@ -18,7 +18,6 @@ from tests.law.models import dropping as d
 from tests.law.models import experts as e
 from tests.law.models import spellings as b
 from tests.law.models.compiled import Changed, Habits
-from tests.law.models.normed import NormNet, scaled_features
 from tests.law.models.row import COUPLED, IN_HALVES, LOOPS, NORMS, Family, Model, Trait
 from tests.models import TinyGPT, features
 from tests.parity import Job, Layout
@@ -170,9 +169,4 @@ MODELS = {
         skips=frozenset({"inline", "manual", "adversaries"}),
     ),
     "habits": Model(job=Job(model=Habits, data=features, num_val_batches=1), families=TP, fits=_whole, traits=NORMS),
-    "norms-everywhere": Model(
-        job=Job(model=NormNet, data=scaled_features, num_val_batches=1),
-        families=frozenset({"pp"}),
-        traits=frozenset({"running statistics"}),
-    ),
 }
