@@ -61,12 +61,9 @@ def gpt(width: int = 32, num_heads: int = 4) -> Example:
 
 def _blocks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     """Blocks of tests/law with what they get."""
-    images, time = torch.randn(2, 16, 4, 4, requires_grad=True), torch.randn(2, 8, requires_grad=True)
+    images = torch.randn(2, 16, 4, 4, requires_grad=True)
     sequence = torch.randn(2, 12, 16, requires_grad=True)
-    inputs: dict[str, tuple[Tensor, ...]] = {
-        "conv_resampling": (images[:, :8],),
-        "conv_scaled_by_time": (images, time),
-    }
+    inputs: dict[str, tuple[Tensor, ...]] = {"conv_resampling": (images[:, :8],)}
     made = {
         **{name: (block, (tokens(),)) for room in (law.matrices, law.mixtures) for name, block in room().items()},
         **{f"conv_{name}": (block, (images,)) for name, block in law.images().items()},
@@ -81,8 +78,6 @@ PLANNED: dict[str, tuple[int, int, int, float]] = {
     "by_mask": (4, 4, 0, 0.9),  # as if every expert were hit, and the one that marks padding
     **{"top_two": (1, 1, 0, 0.9), "of_modules": (3, 3, 0, 0.9), "branching": (3, 1, 1, 0.9)},
     **dict.fromkeys(("conv_resnext", "conv_resampling", "conformer"), (1, 1, 1, 0.95)),
-    **dict.fromkeys(("conv_gated", "conv_linear_attention"), (1, 1, 0, 0.95)),
-    **{"conv_one_head": (1, 2, 0, 0.48), "mixer": (2, 2, 0, 0.95), "conv_scaled_by_time": (1, 2, 0, 0.95)},
 }
 """Block -> all-reduces in the forward and in the backward, other collectives in the forward (statistics of norms), and
 the least share of parameters that is sharded."""

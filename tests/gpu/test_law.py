@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 EVERY = int(os.environ.get("LAW_EVERY", 7))
 """Of so many cases of the cover one is run."""
 
-DRAW = {"drops", "dropping", "noise", "proximal-policy"}
+DRAW = {"drops", "dropping", "proximal-policy"}
 """Models that draw random numbers, which are others on each kind of device."""
 
 OF_THE_DEVICE = (
@@ -44,7 +44,6 @@ LEFT = {
     "paths.*": "torch makes new parameters on devices that it has not itself, and hooks stay behind",
     "*.shampoo*": "its optimizer can't be tried there",
     "*.budget.*": "the second device has no statistics of an allocator",
-    "*.reads-late": "the second device has no DLPack",
 }
 """Cases that the second device can't run -> why."""
 

@@ -150,7 +150,7 @@ PINNED = (
     Case("llama-tied", "tp4"),
     Case("llama-recomputed", "pp2-tp2"),
     Case("mixture", "pp2-dp2-zero3"),  # data decides what each replica's blocks run
-    *(Case(model, "pp2", "zbv") for model in ("branched-stages", "stopped-stages", "frozen-stages")),
+    Case("frozen-stages", "pp2", "zbv"),
     *(Case(model, "pp2", "zero-bubble") for model in ("recomputed-stages", "gpt-of-two-blocks", "odd-blocks")),
     Case("odd-parameters", "dp4-zero3", "hybrid"),
     Case("odd-parameters", "dp4-zero1", "hybrid"),
@@ -161,7 +161,6 @@ PINNED = (
     Case("hooked-blocks", "pp2"),  # what hooks change inside of a block
     Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
     Case("drops", "tp2", "sequence"),  # what is drawn lies in slices
-    Case("noise", "tp2", "compiled"),  # numbers of many kinds are drawn ahead
     Case("drops", "tp2", "selective"),
     Case("experts", "tp2", "sequence"),
     Case("odd-matrices", "tp2", "plain", "hooks"),  # gradients that are one tensor to autograd
@@ -173,7 +172,6 @@ PINNED = (
     Case("table", "dp2-zero3"),  # a table that is gathered outside of its block
     Case("shifted-loss", "dp2-zero3"),
     *(Case("paths", f"dp2-zero{stage}") for stage in range(3)),  # gradients that come late, or of one replica alone
-    Case("mlp", "dp2-zero1", "plain", "reads-late"),  # of parameters that are on their way
     Case("mlp", "dp2-zero2", "unseen", "changes-optimizers"),  # gradients that no optimizer had stay in parts
     Case("paths", "dp2-zero1", "small-buckets"),
     Case("paths", "dp2-zero0", "plain", "steps-again"),

@@ -6,7 +6,6 @@ What a habit sees it notes, and the judge compares that with one process, number
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -380,29 +379,6 @@ class Reads(Noting):
         self.note("vector", nn.utils.parameters_to_vector(pl_module.parameters()).norm())
 
 
-_READS: tuple[Callable[[nn.Parameter], Tensor], ...] = (
-    lambda parameter: parameter.data,
-    lambda parameter: torch.from_dlpack(parameter.detach()),
-    lambda parameter: torch._foreach_mul([parameter], 2.0)[0],
-    lambda parameter: torch.stack([parameter])[0],
-    lambda parameter: torch.ops.aten.clone(parameter),
-    lambda parameter: pickle.loads(pickle.dumps(parameter)),
-    lambda parameter: torch.tensor([float(value) for value in parameter.flatten()]),
-    lambda parameter: (parameter.data_ptr(), parameter.detach())[1],
-)
-"""Ways to read a parameter, which users' code takes."""
-
-
-class ReadsLate(Noting):
-    """Reads parameters that may be on their way, before a forward, each in another way."""
-
-    @torch.no_grad()
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        for number, (name, parameter) in enumerate(pl_module.named_parameters()):
-            read = _READS[(number + trainer.global_step) % len(_READS)]
-            self.note(f"read of {name}", torch.as_tensor(read(parameter)).double().norm())
-
-
 class Epochs(Noting):
     """Notes what is logged at the end of an epoch, and the rates."""
 
@@ -538,9 +514,6 @@ HABITS = {
     "evaluated": Habit(mixin=Evaluated, after=_evaluate, needs="compute_loss"),
     "by-hand": Habit(callbacks=lambda: [ByHand()], skips=frozenset({"unseen"}) | _RESUMED),
     "reads": Habit(callbacks=lambda: [Reads()], fits=_without_pipelines),
-    "reads-late": Habit(
-        callbacks=lambda: [ReadsLate()], fits=lambda layout: layout.pp == layout.tp == 1 and layout.zero < 3
-    ),
     "watching": Habit(
         callbacks=_watching,
         trainer=lambda: {"logger": CSVLogger("logs", flush_logs_every_n_steps=99), "enable_checkpointing": True},

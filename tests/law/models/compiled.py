@@ -14,6 +14,8 @@ WIDTH = 16
 
 
 class Layers(nn.Module):
+    """Two layers, of which blocks are made."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -28,25 +30,7 @@ class Changing(Layers):
         return torch.tanh(self.second(x)) + before
 
 
-class Returning(Layers):
-    """Returns what it changed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x += torch.tanh(self.first(x.clone()))
-        x.mul_(torch.sigmoid(self.second(x.clone())))
-        return x
-
-
-class Copying(Layers):
-    """Overwrites its argument."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.first(x.clone())
-        x.copy_(torch.tanh(self.second(torch.sin(output))))
-        return output
-
-
-class Quantizing(nn.Module):
+class Quantizing(Layers):
     """Takes the nearest code of each sample, and moves codes by moving averages (van den Oord et al. 2017)."""
 
     codes: Tensor
@@ -55,7 +39,6 @@ class Quantizing(nn.Module):
 
     def __init__(self, num_codes: int = 8) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("codes", torch.randn(num_codes, WIDTH))
         self.register_buffer("counts", torch.ones(num_codes))
         self.register_buffer("sums", self.codes.clone())
@@ -73,12 +56,8 @@ class Quantizing(nn.Module):
         return torch.tanh(self.second(x + (quantized - x).detach())) + x
 
 
-class Caching(nn.Module):
+class Caching(Layers):
     """Puts values into a dict and a list of its caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, *, cache: dict[str, Any], means: list[Tensor]) -> Tensor:
         y: Tensor = self.second(torch.tanh(self.first(x)))
@@ -90,23 +69,21 @@ class Caching(nn.Module):
 
 
 class Changed(Regression):
-    """Blocks that change what they are given, between glue that goes on with it."""
+    """Blocks that change what they are given, as activations in place do, between glue that goes on with it."""
 
     lr = 0.05
 
     def __init__(self) -> None:
         super().__init__()
         self.inlet, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.changing, self.copying, self.returning = Changing(), Copying(), Returning()
+        self.blocks = nn.ModuleList(Changing() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.sin(self.inlet(x))
-        for block in (self.changing, self.copying):
+        for block in self.blocks:
             h = block(h) + 0.3 * h
-        before, output = torch.cos(h.clone()), self.returning(h)
-        output += 0.5  # so changes `h`
-        made: Tensor = self.head(before + output * h.clone())
-        return made
+        output: Tensor = self.head(h)
+        return output
 
 
 class Habits(Regression):
@@ -138,7 +115,7 @@ class Habits(Regression):
         return output
 
 
-class Counting(nn.Module):
+class Counting(Layers):
     """Changes buffers in place and computes with them, before and after."""
 
     num: Tensor
@@ -146,7 +123,6 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("num", torch.ones(()))
         self.register_buffer("mean", torch.ones(WIDTH))
 
@@ -160,14 +136,13 @@ class Counting(nn.Module):
         return output
 
 
-class Scaling(nn.Module):
+class Scaling(Layers):
     """Reads a buffer that its model changes after each call."""
 
     scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -42,21 +41,6 @@ class Resampling(nn.Module):
         return x + self.down(y)
 
 
-class GatedDepthwise(nn.Module):
-    """Restormer's and NAFNet's: two parts of one convolution go through a depthwise one."""
-
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        width = 2 * channels
-        self.project = nn.Conv2d(channels, 2 * width, 1)
-        self.depthwise = nn.Conv2d(2 * width, 2 * width, 3, padding=1, groups=2 * width)
-        self.out = nn.Conv2d(width, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        values, gates = self.depthwise(self.project(x)).chunk(2, dim=1)
-        return x + self.out(F.gelu(values) * gates)
-
-
 class Conformer(nn.Module):
     """The convolution module of a conformer."""
 
@@ -73,58 +57,3 @@ class Conformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layers(x.transpose(1, 2)).transpose(1, 2)
-
-
-class ScaledByTime(nn.Module):
-    """A block of a diffusion U-Net whose embedding of the time scales and shifts channels."""
-
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
-        self.norm, self.time = nn.GroupNorm(4, channels), nn.Linear(8, 2 * channels)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        scale, shift = self.time(time)[:, :, None, None].chunk(2, dim=1)
-        return x + self.conv2(F.silu(self.norm(self.conv1(x)) * (1 + scale) + shift))
-
-
-class LinearAttention(nn.Module):
-    """Attention over channels, by einsum, from one fused convolution."""
-
-    def __init__(self, channels: int = 16, num_heads: int = 4) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.out = nn.Conv2d(channels, 6 * channels, 1, bias=False), nn.Conv2d(2 * channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.reshape(len(t), self.num_heads, -1, t.shape[2:].numel()) for t in self.qkv(x).chunk(3, dim=1))
-        context = torch.einsum("bhdn,bhen->bhde", k.softmax(-1), v)
-        return x + self.out(torch.einsum("bhde,bhdn->bhen", context, q.softmax(-2)).reshape(len(x), -1, *x.shape[2:]))
-
-
-class OneHead(nn.Module):
-    """An autoencoder's attention: as it has one head, only values are sharded."""
-
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (projection(x).flatten(2) for projection in (self.q, self.k, self.v))
-        scores = torch.bmm(q.permute(0, 2, 1), k).softmax(2)
-        return x + self.out(torch.bmm(v, scores.permute(0, 2, 1)).view(x.shape))
-
-
-class TokenMixer(nn.Module):
-    """Convolutions whose channels are the tokens, then one along them."""
-
-    def __init__(self, length: int = 8, channels: int = 16) -> None:
-        super().__init__()
-        self.mix = nn.Sequential(nn.Conv1d(length, 4 * length, 1), nn.GELU(), nn.Conv1d(4 * length, length, 1))
-        self.along = nn.Conv1d(channels, channels, 3, padding=1, groups=channels)
-        self.up, self.down = nn.Linear(channels, 32), nn.Linear(32, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.mix(x)
-        x = x + self.along(x.transpose(1, 2)).transpose(1, 2)
-        return x + self.down(F.relu(self.up(x)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -53,32 +52,11 @@ class Grouped(Heads):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=True)
 
 
-class SharedHead(Grouped):
-    """One key-value head."""
-
-    num_kv_heads = 1
-
-
 class ByHand(Heads):
     """Dropout of probabilities, which lie in memory as their product left them."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
         return F.dropout((q @ k.mT / 8**0.5).softmax(-1), dropout_p) @ v
-
-
-class Permuted(Heads):
-    """Dropout of heads that are views of features, element by element in the order of memory."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-        return F.scaled_dot_product_attention(F.dropout(q, dropout_p), k, F.dropout(v, dropout_p))
-
-
-class Channels(Heads):
-    """Drops whole features of a sample."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
-        v = F.dropout2d(v, dropout_p)
-        return F.dropout1d(F.scaled_dot_product_attention(q, k, v).flatten(2).mT, dropout_p).mT.unflatten(-1, (-1, 8))
 
 
 class OfTorch(nn.Module):
@@ -92,31 +70,3 @@ class OfTorch(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output, weights = self.attention(x, x, x, need_weights=self.need_weights)
         return x + output, weights
-
-
-class InPlace(nn.Module):
-    """Drops elements of a shard in place, and reads it by its old name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.dropout = nn.Dropout(0.5, inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        self.dropout(hidden)
-        output: Tensor = self.down(hidden)
-        return output
-
-
-class Noisy(Heads):
-    """Noise of many kinds besides."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(x)
-        x = F.dropout(x + 0.0, 0.1, inplace=True)
-        x = super().forward(x * torch.rand(()) + 0.1 * torch.randn_like(x)) + x.new_empty(32).uniform_(-0.1, 0.1)
-        x = torch.native_dropout(x, 0.1, True)[0]  # as dropout on a GPU does
-        x = F.dropout1d(F.alpha_dropout(x, 0.1), 0.1)
-        return x[:, torch.randperm(x.shape[1])] * torch.normal(1.0, 0.1, (32,))

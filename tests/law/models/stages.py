@@ -48,36 +48,6 @@ class Chain(Regression):
         return output
 
 
-class Branches(Regression):
-    """Each stage computes something of the batch alone, and sends it without mixing it with what it received."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, WIDTH) for _ in range(4))
-        self.last = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third, fourth = (torch.tanh(layer(x)) for layer in self.layers)
-        output: Tensor = self.last(first * second + third * fourth)
-        return output
-
-
-class Stopped(Regression):
-    """The last two stages read what they received without its gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(2))])
-        self.last = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = torch.tanh(self.layers[0](x))
-        second = torch.tanh(self.layers[1](first))
-        third = torch.tanh(self.layers[2](second.detach()))
-        output: Tensor = self.last(third.detach())
-        return output * third[:, :4] + second[:, :4]
-
-
 def _row(model: Any, **settings: Any) -> Model:
     job = Job(model=partial(model, **settings), data=features, num_val_batches=1)
     return Model(job=job, alike="odd-blocks")
@@ -85,8 +55,6 @@ def _row(model: Any, **settings: Any) -> Model:
 
 MODELS = {
     "gpt-of-two-blocks": Model(job=Job(model=partial(TinyGPT, num_layers=2)), alike="gpt"),
-    "branched-stages": _row(Branches),
-    "stopped-stages": _row(Stopped),
     "frozen-stages": _row(Chain, num_frozen=3),
     "recomputed-stages": _row(Chain, is_recomputed=True),
 }

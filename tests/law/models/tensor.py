@@ -54,11 +54,9 @@ class Reads(SideBySide):
 
 
 class Images(SideBySide):
-    """One block gets the time, too, and one half of the channels."""
+    """One block gets half of the channels."""
 
     def call(self, name: str, block: nn.Module, x: Tensor, batch: Any) -> Any:
-        if name == "scaled_by_time":
-            return block(x, F.one_hot(batch["labels"], 8).float())
         return block(x[:, :8] if name == "resampling" else x)
 
 
@@ -86,7 +84,7 @@ def mixtures() -> dict[str, nn.Module]:
 
 
 def drops() -> dict[str, nn.Module]:
-    classes = (d.Heads, d.Masked, d.Grouped, d.SharedHead, d.ByHand, d.Permuted, d.Channels, d.InPlace)
+    classes = (d.Heads, d.Masked, d.Grouped, d.ByHand)
     return {
         **{block_class.__name__: block_class() for block_class in classes},
         "of_torch": d.OfTorch(need_weights=False),
@@ -96,18 +94,11 @@ def drops() -> dict[str, nn.Module]:
 
 
 def images() -> dict[str, nn.Module]:
-    return {
-        "resnext": c.Bottleneck(16, groups=4),
-        "resampling": c.Resampling(),
-        "gated": c.GatedDepthwise(),
-        "scaled_by_time": c.ScaledByTime(),
-        "linear_attention": c.LinearAttention(),
-        "one_head": c.OneHead(),
-    }
+    return {"resnext": c.Bottleneck(16, groups=4), "resampling": c.Resampling()}
 
 
 def sequences() -> dict[str, nn.Module]:
-    return {"conformer": c.Conformer(), "mixer": c.TokenMixer(a.LENGTH)}
+    return {"conformer": c.Conformer()}
 
 
 class Penalized(TinyGPT):
@@ -156,7 +147,6 @@ MODELS = {
     ),
     "experts": _row(mixtures, traits=COUPLED, skips=IN_HALVES | LOOPS, lr=0.02),
     "drops": _row(drops, traits=DRAWS),
-    "noise": _row(lambda: {"noisy": d.Noisy()}, traits=DRAWS, alike="drops"),
     "convolutions": _row(
         images, a.images, partial(nn.Conv2d, 3, 16, 4, 4), Images, traits=NORMS, skips=IN_HALVES, lr=0.02
     ),
