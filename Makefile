@@ -14,7 +14,7 @@ PACKAGES_INSTALLED := $(PACKAGES_VENV)/.installed
 TORCH ?= 2.15.0
 VERSIONS_VENV := .venv-versions/$(TORCH)
 VERSIONS_INSTALLED := $(VERSIONS_VENV)/.installed
-VERSIONS_TESTS := torch_internals tracer zero fully_sharded recomputation fused_loss tensor_apply \
+VERSIONS_TESTS := torch_internals tracer zero fully_sharded recomputation fused_loss tensor_proof \
 	compiled_by_user export checkpoint_state
 
 # Processes that share out the files of tests, each with pools of ranks of its own.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.cli import main
@@ -98,7 +97,7 @@ def test_what_is_set_is_kept() -> None:
         assert not layout.of(pinned).is_planned
 
 
-def _fitted(links: str, model: type[L.LightningModule] = Wide, data: Any = None) -> tuple[Any, str, str, Any]:
+def _fitted(links: str, model: type[L.LightningModule] = Wide) -> tuple[Any, str, str, Any]:
     """On every rank: the state, the layout, why, and the samples that a rank saw."""
     with pytest.MonkeyPatch.context() as patched:
         machine = SLOW_LINKS if links == "slow" else FAST
@@ -106,7 +105,7 @@ def _fitted(links: str, model: type[L.LightningModule] = Wide, data: Any = None)
         L.seed_everything(1, verbose=False)
         module, strategy = model(), ThreeDStrategy()
         trainer = L.Trainer(strategy=strategy, devices=2, max_steps=STEPS, enable_checkpointing=False, **QUIET)
-        trainer.fit(module, DataLoader(features(64), BATCH) if data is None else data, DataLoader(features(16), BATCH))
+        trainer.fit(module, DataLoader(features(64), BATCH), DataLoader(features(16), BATCH))
     assert strategy.choice is not None
     held = strategy.report()[0].num_parameters
     return whole_state(trainer), str(strategy.choice.layout), strategy.choice.reason, held
@@ -143,35 +142,10 @@ class Manual(Wide):
         optimizer.step()
 
 
-class WholeParameters(Wide):
-    """Has an optimizer that nobody knows."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        class Own(torch.optim.SGD):
-            pass
-
-        return Own(self.parameters(), lr=1e-3)
-
-
-class Stream(IterableDataset[Any]):
-    """Samples in an order of its own."""
-
-    def __iter__(self) -> Any:
-        return iter(features(64))
-
-
-@pytest.mark.parametrize(
-    ("model", "data", "reason"),
-    [
-        (Manual, None, "manual optimization"),
-        (WholeParameters, None, "see parameters whole"),
-        (Wide, partial(DataLoader, Stream(), BATCH), "least time"),
-    ],
-)
-def test_what_only_replicas_can_do(workers: WorkerPools, model: Any, data: Any, reason: str) -> None:
-    for _, layout, why, _ in workers(2).run(_fitted, "slow", model, None if data is None else data()):
+def test_what_only_replicas_can_do(workers: WorkerPools) -> None:
+    for _, layout, why, _ in workers(2).run(_fitted, "slow", Manual):
         assert layout.startswith("data 2")
-        assert reason in why
+        assert "manual optimization" in why
 
 
 def a_model() -> L.LightningModule:

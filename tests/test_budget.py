@@ -25,7 +25,7 @@ from lightning_3d.errors import ConfigError, PlanError, StepError
 from lightning_3d.planning.plan import Plan
 from tests.models import TinyGPT
 from tests.parity import QUIET, Layout, fitted
-from tests.workers import WorkerError, WorkerPools
+from tests.workers import WorkerPools
 
 GIB = 2**30
 LENGTH = 64
@@ -159,24 +159,6 @@ def test_what_can_not_be_planned_is_refused(workers: WorkerPools) -> None:
     assert "manual optimization" in manual
     assert "activations.budget=100.0 is planned by a trace" in manual
     assert "eave out activations.budget" in manual
-
-
-def _after_validation(budget: float) -> tuple[int, int]:
-    """Rows of the plan's memory after validate(), and after fit()."""
-    layout = Layout(pp=2, num_microbatches=2, activations={"recompute": "auto", "budget": budget})
-    trainer = L.Trainer(strategy=layout.strategy(), devices=2, **{**QUIET, "max_steps": 1}, enable_checkpointing=False)
-    model, batches = GPT(num_layers=1), DataLoader(long_tokens(4), batch_size=4)
-    assert isinstance(trainer.strategy, ThreeDStrategy)
-    trainer.validate(model, batches, verbose=False)
-    before = len(trainer.strategy.plan.memory)
-    trainer.fit(model, batches)
-    return before, len(trainer.strategy.plan.memory)
-
-
-def test_a_fit_after_validation_has_its_budget(workers: WorkerPools) -> None:
-    assert workers(2).run(_after_validation, 1.0) == [(0, 2)] * 2
-    with pytest.raises(WorkerError, match="needs at least"):
-        workers(2).run(_after_validation, 1e-6)
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, "most", "0%", "120%", "nan", "inf"])

@@ -22,8 +22,8 @@ from tests.workers import WorkerPools
 WIDTH, BATCHES, EPOCHS = 8, 5, 3
 """BATCHES of an epoch."""
 
-Draws = Literal["nothing", "blocks", "glue", "hooks"]
-Data = Literal["order", "shuffled", "workers", "own generators", "stream", "stateful"]
+Draws = Literal["nothing", "blocks", "glue"]
+Data = Literal["shuffled", "workers", "stream", "stateful"]
 
 LAYOUTS = [
     Layout(dp=2),
@@ -54,22 +54,11 @@ class Model(L.LightningModule):
         self.blocks = nn.ModuleList(Block(0.3 if draws == "blocks" else 0.0) for _ in range(4))
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.head = nn.Linear(WIDTH, 1)
-        self.register_buffer("shift", torch.zeros(()))
-
-    def on_train_epoch_start(self) -> None:
-        if self.draws == "hooks":
-            self.shift.fill_(torch.rand(()).item() + random.random() + np.random.rand())
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.draws == "hooks":
-            self.scale = torch.rand(()).item() + random.random() + np.random.rand()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, target = batch
         if self.draws == "glue":
             x = x + torch.rand_like(x) * random.random() * np.random.rand() + self.generator.random()
-        if self.draws == "hooks":
-            x = x * self.scale + self.shift
         for block in self.blocks:
             x = block(x)
         loss = F.mse_loss(self.head(self.norm(x)), target)
@@ -83,18 +72,16 @@ class Model(L.LightningModule):
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Adds noise to samples; of the process, or of generators of its own."""
+    """Adds noise to samples."""
 
-    def __init__(self, own: bool) -> None:
+    def __init__(self) -> None:
         self.x, self.y = _samples()
-        self.generator = np.random.default_rng(1) if own else None
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.rand(()).item() if self.generator is None else self.generator.random()
-        return self.x[index] + noise, self.y[index]
+        return self.x[index] + torch.rand(()).item(), self.y[index]
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -137,11 +124,8 @@ def _loader(data: Data, dp: int) -> Any:
     size = 8 // dp
     if data == "stream":
         return DataLoader(Stream(), batch_size=8)
-    if data == "own generators":
-        order = torch.Generator().manual_seed(2)
-        return DataLoader(Augmented(own=True), batch_size=size, shuffle=True, generator=order)
     if data == "workers":
-        return DataLoader(Augmented(own=False), batch_size=size, shuffle=True, num_workers=2)
+        return DataLoader(Augmented(), batch_size=size, shuffle=True, num_workers=2)
     loader = DataLoader(TensorDataset(*_samples()), batch_size=size, shuffle=data == "shuffled")
     return Stateful(loader) if data == "stateful" else loader
 
@@ -219,11 +203,8 @@ def _uninterrupted_and_resumed(layout: Layout | None, case: Case) -> tuple[Run, 
 DRAWING = Case(draws="blocks")
 CASES = [
     *((layout, DRAWING) for layout in LAYOUTS[:4]),
-    # After the last batch of an epoch Lightning goes on without `on_train_epoch_start`.
-    *((layout, Case(draws="hooks", after=(7,))) for layout in LAYOUTS[1:3]),
     (LAYOUTS[4], DRAWING),
     (Layout(), Case(draws="glue")),
-    (Layout(dp=2), Case(data="own generators", after=(7,))),
     (Layout(pp=2), Case(data="stateful", after=(7,))),
     (Layout(tp=2), Case(data="stream", after=(7,))),
     (Layout(pp=2), Case(draws="blocks", norm=True)),
@@ -235,7 +216,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("layout", "case"),
-    some_in_matrix(CASES, lambda layout, case: case.draws == "hooks" or case.data == "workers" or layout == LAYOUTS[4]),
+    some_in_matrix(CASES, lambda layout, case: case.data == "workers" or layout == LAYOUTS[4]),
     ids=str,
 )
 def test_losses_go_on_to_the_bit(workers: WorkerPools, layout: Layout, case: Case) -> None:

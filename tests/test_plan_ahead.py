@@ -151,24 +151,6 @@ def test_a_file_of_lightning_cli_is_planned(
     assert "trainer.strategy: ddp, which is no ThreeDStrategy" in capsys.readouterr().err
 
 
-class Rotating(TinyGPT):
-    """Code around its blocks copies a buffer to where its input is, as rotary embeddings do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(16))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) * self.scale.to(batch[0].device).sum()
-
-
-def test_buffers_may_be_read() -> None:
-    with torch.device("meta"):
-        module = Rotating()
-    for config in (ThreeDConfig(), ThreeDConfig(pipeline_parallel_size=2)):
-        assert _planned(module, a_batch(), config, 2).plan.memory
-
-
 def test_what_cannot_be_planned_is_refused() -> None:
     planned = partial(_planned, TinyGPT(), a_batch())
     with pytest.raises(ConfigError, match="world size 3 is not divisible"):

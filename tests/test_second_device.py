@@ -97,61 +97,6 @@ def test_no_more_is_placed_than_is_kept_and_one_block(ranks: RanksOf, layout: La
         assert peak <= kept + 1.2 * of_block
 
 
-class _PeakOfStep(L.Callback):
-    """The most bytes on the device in the last training step, above those before it."""
-
-    peak = 0
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.before = device.library().allocated_bytes()
-        device.library().reset_peak()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.peak = device.library().peak_bytes() - self.before
-
-
-def _peaks_of_step(layout: Layout, *nums_microbatches: int) -> list[int]:
-    peaks = []
-    for number in nums_microbatches:
-        counted, model = _PeakOfStep(), partial(TinyGPT, width=256, num_layers=2)
-        settings: dict[str, Any] = {"batches": 3, "epochs": 1, "precision": "bf16-mixed", "accelerator": device.NAME}
-        fitted(replace(layout, num_microbatches=number), model, callbacks=[counted], **settings)
-        peaks.append(counted.peak)
-    return peaks
-
-
-def test_microbatches_share_the_copies_of_weights_that_autocast_makes(ranks: RanksOf) -> None:
-    copies = 2 * 12 * 256**2  # bytes of a stage's one block in 16 bits
-    for of_two, of_eight in ranks(2).run(_peaks_of_step, Layout(pp=2, schedule="gpipe"), 2, 8):
-        assert of_two > copies
-        assert abs(of_eight - of_two) < copies, "the samples are the same"
-
-
-_dtypes: list[torch.dtype] = []
-
-
-class _NotesDtypes(TinyGPT):
-    """Notes in what its head computes, also where it is looked at before training."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        _dtypes.append(self(batch[0]).dtype)
-        return super().training_step(batch, batch_idx)
-
-
-def _dtypes_seen(layout: Layout) -> list[torch.dtype]:
-    _dtypes.clear()
-    settings: dict[str, Any] = {"batches": 1, "epochs": 1, "precision": "bf16-mixed", "accelerator": device.NAME}
-    fitted(layout, _NotesDtypes, **settings)
-    return _dtypes
-
-
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=["tp2", "pp2"])
-def test_what_is_planned_computes_as_steps_do(ranks: RanksOf, layout: Layout) -> None:
-    for seen in ranks(2).run(_dtypes_seen, layout):
-        assert len(seen) > 1, "of the plan and of the step"
-        assert set(seen) == {torch.bfloat16}
-
-
 class _OnDevice(ByHand):
     """Has no kernel for CPUs."""
 

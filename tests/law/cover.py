@@ -158,7 +158,6 @@ PINNED = (
     Case("odd-gpt", "pp2-tp2", "selective"),
     Case("kept-on-shards", "tp2"),
     Case("linear-on-data", "tp2", "sequence"),
-    Case("hooked-blocks", "pp2"),  # what hooks change inside of a block
     Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
     Case("drops", "tp2", "sequence"),  # what is drawn lies in slices
     Case("drops", "tp2", "selective"),

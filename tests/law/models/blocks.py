@@ -36,10 +36,6 @@ class Checkpointing(nn.Module):
         return x + branch
 
 
-def _shift(module: nn.Module, args: Any, output: Tensor) -> None:
-    output.add_(0.5)
-
-
 class Hooking(nn.Module):
     """Has a hook on its argument."""
 
@@ -52,23 +48,6 @@ class Hooking(nn.Module):
             x.register_hook(lambda gradient: gradient * 0.5)
         output: Tensor = self.second(torch.tanh(self.first(x)))
         return output
-
-
-class HookedBlocks(a.Trained):
-    """Forward hooks change outputs in place, that of a block and some inside of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hooked, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.blocks = nn.ModuleList(Hooking() for _ in range(2))  # a stage each, so that none is opened for balance
-        for module in (self.hooked, *(block.first for block in self.blocks)):
-            module.register_forward_hook(_shift)  # type: ignore[operator]
-
-    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x = self.hooked(batch[0])
-        for block in self.blocks:
-            x = x + block(torch.tanh(x))
-        return F.mse_loss(self.head(x), batch[1])
 
 
 @dataclass(frozen=True)
@@ -257,7 +236,6 @@ MODELS = {
         skips=frozenset({"inline", "manual", "adversaries"}),  # changes what it is given
         warns=LEFT_DENSE,
     ),
-    "hooked-blocks": Model(job=Job(model=HookedBlocks, data=features, num_val_batches=1), families=frozenset({"pp"})),
     "odd-gpt": Model(
         job=Job(model=OddGPT, num_val_batches=1),
         families=frozenset({"pp", "tp", "dp"}),

@@ -10,25 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from tests.law.models.blocks import WIDTH, Checkpointing
 from tests.law.models.row import Model
 from tests.models import Regression, TinyGPT, features
 from tests.parity import Job
-
-WIDTH = 16
-
-
-class Recomputed(nn.Module):
-    """A residual branch in a reentrant checkpoint, which takes no gradients of inputs alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        branch: Tensor = checkpoint(self.branch, x, use_reentrant=True) if self.training else self.branch(x)
-        return x + branch
 
 
 class Chain(Regression):
@@ -36,8 +22,8 @@ class Chain(Regression):
 
     def __init__(self, num_frozen: int = 0, is_recomputed: bool = False) -> None:
         super().__init__()
-        middle: list[nn.Module] = [Recomputed() if is_recomputed else nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-        self.layers = nn.ModuleList([nn.Linear(8, WIDTH), *middle, nn.Linear(WIDTH, 4)])
+        make = partial(Checkpointing, True) if is_recomputed else partial(nn.Linear, WIDTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(8, WIDTH), make(), make(), nn.Linear(WIDTH, 4)])
         for layer in self.layers[:num_frozen]:
             layer.requires_grad_(False)
 
