@@ -58,11 +58,6 @@ class Collectives(TorchDispatchMode):
             self.sent[kind, num_bytes * (2 if kind == "all-reduce" else 1)] += 1
         return output
 
-    @property
-    def counts(self) -> Counter[str]:
-        """By kind."""
-        return by_kind(self.sent)
-
 
 def _group_size(arguments: Any) -> int:
     """Of the process group among the arguments of an operator; the world's if it is given by name."""
@@ -70,14 +65,6 @@ def _group_size(arguments: Any) -> int:
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return dist.ProcessGroup.unbox(leaf).size()
     return dist.get_world_size()
-
-
-def by_kind(sent: Sent) -> Counter[str]:
-    """How many collectives of each kind."""
-    counts: Counter[str] = Counter()
-    for (kind, _), number in sent.items():
-        counts[kind] += number
-    return counts
 
 
 def planned(plan: BlockTensorPlan, *, is_backward: bool) -> Sent:

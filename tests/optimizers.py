@@ -84,23 +84,6 @@ class Derived(AdamW):
         return super().step(closure)
 
 
-class Odd(ByHand):
-    """Keeps momentum in a dict of its own, and lets parameters decay that have no gradient, too."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr=lr)
-        self.momentum: dict[Tensor, Tensor] = {}
-
-    def begin(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            parameter.mul_(0.99)
-
-    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        momentum = self.momentum.setdefault(parameter, torch.zeros_like(parameter))
-        momentum.mul_(0.9).add_(gradient)
-        parameter.sub_(momentum, alpha=group["lr"])
-
-
 # ---- whole parameters
 
 

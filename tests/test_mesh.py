@@ -1,13 +1,11 @@
-"""The mesh: sizes against the world size, coordinates, and the process groups along every axis."""
+"""The mesh: sizes against the world size, coordinates, groups across nodes and the threads of gloo's groups."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,17 +15,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore  # groups of any size in one process, torch 2.13
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.mesh import (
-    AxisName,
-    Mesh,
-    MeshShape,
-    build_mesh,
-    resolve_mesh_shape,
-    warn_of_slow_groups,
-)
+from lightning_3d.distributed.mesh import MeshShape, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.errors import ConfigError
 from lightning_3d.torch_internals.process_groups import num_gloo_threads, one_gloo_thread
 from tests.workers import WorkerPools
@@ -71,43 +61,6 @@ def test_ranks_have_coordinates_with_tp_innermost_and_pp_outermost(shape: MeshSh
     assert [(at.pp, at.dp, at.cp, at.tp) for at in coordinates] == [*expected]
     for dp in range(shape.dp):
         assert shape.replica_ranks(dp) == [rank for rank, at in enumerate(coordinates) if at.dp == dp]
-
-
-MakeMesh = Callable[[MeshShape, int, int], Mesh]
-
-
-@pytest.fixture
-def make_mesh() -> Iterator[MakeMesh]:
-    """`make_mesh(shape, rank, zero_stage)`: the mesh as one rank of a simulated world sees it."""
-
-    def make(shape: MeshShape, rank: int, zero_stage: int) -> Mesh:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world_size)
-        return build_mesh(shape, zero_stage=zero_stage, device_type="cpu")
-
-    yield make
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(("rank", "zero_stage"), [(0, 0), (5, 1), (22, 3)])
-def test_groups_of_every_axis(make_mesh: MakeMesh, rank: int, zero_stage: int) -> None:
-    shape = MeshShape(pp=2, dp=3, cp=2, tp=2)
-    mesh = make_mesh(shape, rank, zero_stage)
-    here = asdict(shape.coordinate(rank))
-    assert {"pp": mesh.pp_rank, "dp": mesh.dp_rank, "cp": mesh.cp_rank, "tp": mesh.tp_rank} == here
-    others = {name: [other for other in range(24) if _differ(shape, rank, other) <= {name}] for name in here}
-    names: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
-    for name in names:
-        assert dist.get_process_group_ranks(mesh.group(name)) == others[name]
-        assert mesh.axis(name).get_local_rank() == here[name]
-        assert mesh.axis(name).size() == asdict(shape)[name]
-    assert dist.get_process_group_ranks(mesh.group("replica")) == shape.replica_ranks(mesh.dp_rank)
-    assert mesh.device_mesh.shape == ((2, 3, 1, 2, 2) if zero_stage == 0 else (2, 1, 3, 2, 2))
-
-
-def _differ(shape: MeshShape, rank: int, other: int) -> set[str]:
-    """The axes along which two ranks have different coordinates."""
-    first, second = asdict(shape.coordinate(rank)), asdict(shape.coordinate(other))
-    return {name for name in first if first[name] != second[name]}
 
 
 def test_tensor_parallel_groups_across_nodes_warn() -> None:

@@ -39,7 +39,6 @@ from tests.optimizers import (
     Lamb,
     Lars,
     Lion,
-    Odd,
     Prodigy,
     Sam,
     ScheduleFree,
@@ -62,7 +61,7 @@ ROWS: dict[str, Make] = {
     **{make.__name__: make for make in (NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop)},
 }
 KINDS: dict[OptimizerKind, dict[str, Make]] = {
-    "rows": {**ROWS, **{make.__name__: make for make in (Lion, ScheduleFree, Derived, Odd)}},
+    "rows": {**ROWS, **{make.__name__: make for make in (Lion, ScheduleFree, Derived)}},
     "parameters": {make.__name__: make for make in (Lamb, Lars, Shampoo, Adafactor, Muon)},
     "all": {make.__name__: make for make in (ClippingAdam, Prodigy, LBFGS, Sam)},
 }

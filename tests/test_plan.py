@@ -117,15 +117,6 @@ def test_each_method_balances_what_it_says() -> None:
     assert uniform.load_unit == "calls"
 
 
-class Reader(nn.Sequential):
-    """Reads its data where it has some."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, torch._subclasses.FakeTensor):
-            x.tolist()
-        return self[1](self[0](x))
-
-
 class Counts(nn.Linear):
     """Chooses by data."""
 
@@ -183,21 +174,6 @@ def test_wrong_cut_points_are_refused(cut_points: tuple[str, ...], message: str)
 # --------------------------------------------------------------------------------------------------- split blocks
 
 
-class Encoder(nn.Module):
-    """Calls a layer often."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.shared = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for _ in range(6):
-            x = self.shared(x)
-        return x
-
-
 class Gives(Chain):
     """Gives rows besides its loss."""
 
@@ -229,12 +205,6 @@ SPLITS: list[tuple[L.LightningModule, int, list[str]]] = [
     (_wrapped(), 2, ["layers.0.0.0", "layers.0.0.1"]),  # wrappers are looked through
     (_wrapped(), 4, [f"layers.0.0.{i}.{j}" for i in (0, 1) for j in (0, 1)]),  # and opened again
     (Chain(_layers(8, 8, 8), calls_of_first=6), 3, ["layers.0"]),  # one block, but six calls
-    (Chain(Encoder(), nn.Linear(8, 8)), 3, ["layers.0.first", "layers.0.shared", "layers.1"]),
-    (  # the heavier one can't be glue
-        Chain(_layers(8, 4, 8), Reader(nn.Linear(8, 8), nn.Linear(8, 8))),
-        3,
-        ["layers.0.0", "layers.0.1", "layers.1"],
-    ),
 ]
 
 

@@ -173,7 +173,6 @@ PINNED = (
     *(Case("paths", f"dp2-zero{stage}") for stage in range(3)),  # gradients that come late, or of one replica alone
     Case("mlp", "dp2-zero2", "unseen", "changes-optimizers"),  # gradients that no optimizer had stay in parts
     Case("paths", "dp2-zero1", "small-buckets"),
-    Case("paths", "dp2-zero0", "plain", "steps-again"),
     Case("odd-gpt", "pp2-tp2", "sequence-recomputed"),  # checkpoints inside of blocks save slices
 )
 """Cases that are run though others cover their pairs."""

@@ -7,7 +7,6 @@ as little as a real mistake would: one parameter, one rank or one step.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -65,13 +64,6 @@ def _after(patch: Patch, owner: type, name: str, act: Callable[..., None]) -> No
         return result
 
     patch.setattr(owner, name, planted)
-
-
-def _everywhere(patch: Patch, function: Any, planted: Any) -> None:
-    """Replace a function wherever the package has imported it."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lightning_3d") and vars(module).get(function.__name__) is function:
-            patch.setattr(module, function.__name__, planted)
 
 
 def _is_last_rank() -> bool:

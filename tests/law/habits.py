@@ -163,17 +163,6 @@ def _by_halves(module: L.LightningModule, lr: float) -> list[torch.optim.Optimiz
     return [torch.optim.SGD(part, lr=lr, momentum=0.9) for part in (trained[:half], trained[half:])]
 
 
-class StepsAgain(L.LightningModule):
-    """Trains once more on each batch when the step has ended."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        (optimizer,) = self.trainer.optimizers
-        optimizer.zero_grad()
-        self.compute_loss(batch).backward()  # type: ignore[operator]
-        optimizer.step()
-
-
 class Clips(L.LightningModule):
     """Clips gradients with torch's own functions, half of them and all, by several norms and by value."""
 
@@ -417,10 +406,6 @@ def _without_pipelines(layout: Layout) -> bool:
     return layout.pp == 1
 
 
-def _without_model_parallel(layout: Layout) -> bool:
-    return layout.pp == layout.tp == 1
-
-
 def _without_tensor_parallel(layout: Layout) -> bool:
     return layout.tp == 1
 
@@ -486,12 +471,6 @@ HABITS = {
         optimizers=_by_halves,
         fits=_without_tensor_parallel,
         skips=_STEPS_BY_HAND | _OTHER_OPTIMIZERS | _RESUMED,
-        needs="compute_loss",
-    ),
-    "steps-again": Habit(
-        mixin=StepsAgain,
-        fits=_without_model_parallel,
-        skips=_STEPS_BY_HAND | {"fp16", "lars", "bf16"},
         needs="compute_loss",
     ),
     "clips": Habit(mixin=Clips, skips=frozenset({"unseen"})),

@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, NAdam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from tests.law.models.row import Model
-from tests.optimizers import Derived, Lars, Odd, Sam, ScheduleFree, Shampoo
+from tests.optimizers import Derived, Lars, Sam, ScheduleFree, Shampoo
 from tests.parity import Layout
 
 
@@ -95,11 +95,6 @@ def shampoo(module: LightningModule, lr: float) -> Any:
 def sam(module: LightningModule, lr: float) -> Any:
     """Runs the step a second time."""
     return Sam(_trained(module), lr=lr)
-
-
-def odd(module: LightningModule, lr: float) -> Any:
-    """Keeps parameters and states elsewhere, and moves parameters that have no gradients."""
-    return Odd(_trained(module), lr=lr)
 
 
 for kind in (NAdam, AdamW):
@@ -277,7 +272,6 @@ SETTINGS = {
     "sent-in-bf16": Setting(
         layout={"zero_settings": {"communication_dtype": "bfloat16"}}, fits=_in_buckets, tolerance=0.05
     ),
-    "odd": Setting(optimizer=odd, fits=_stepped_in_parts),
     "offloaded-counts": Setting(optimizer=schedule_free, layout={"zero_settings": _OFFLOADED}, fits=_in_buckets),
     "offloaded-resumed": Setting(
         optimizer=warmed_up,
