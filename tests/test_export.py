@@ -24,7 +24,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightning_3d.checkpoint import export_checkpoint
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
-from tests.hugging_face import hugging_face
+from tests.architectures import VOCABULARY, text
+from tests.hugging_face import hugging_face, text_settings
 from tests.models import TinyGPT
 from tests.parity import Layout, fitted, whole_state
 from tests.test_checkpoint_security import Malicious
@@ -32,16 +33,8 @@ from tests.workers import WorkerPools
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled.*to save")  # by torch's own save
 
-GPT2 = {"vocab_size": 48, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-LLAMA = {
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+LLAMA = text_settings(width=16, num_heads=2, num_layers=2)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2, tied": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"tie_word_embeddings": False}),
@@ -51,12 +44,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def _language_model(name: str) -> Any:
     config, model_class, settings = MODELS[name]
     return hugging_face(config, model_class, **settings)
-
-
-def _texts(count: int) -> Any:
-    generator = torch.Generator().manual_seed(3)
-    ids = [torch.randint(48, (8,), generator=generator) for _ in range(count)]
-    return [{"input_ids": one, "labels": one} for one in ids]
 
 
 def _saved(layout: Layout, model: Callable[[], L.LightningModule], data: Any, path: Path, **trainer: Any) -> Any:
@@ -89,7 +76,7 @@ def test_transformers_reads_what_a_layout_saved(
     workers: WorkerPools, tmp_path: Path, layout: Layout, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = Layout(**{**vars(layout), "save_distributed_checkpoint": True})
-    states = workers(2).run(_saved, folders, partial(_language_model, name), _texts, tmp_path / "saved.ckpt")
+    states = workers(2).run(_saved, folders, partial(_language_model, name), text, tmp_path / "saved.ckpt")
     main(["checkpoint", "convert", str(tmp_path / "saved.ckpt"), str(tmp_path / "out"), "--prefix", "model."])
     _assert_inspected(
         tmp_path / "saved.ckpt", layout, states[0], "model.lm_head.weight" if "tied" in name else None, capsys
