@@ -1,4 +1,4 @@
-"""A planned block that differs from its dense self is replicated, with a warning."""
+"""A planned block that differs from its dense self is replicated; one that takes no slices is planned without them."""
 
 from __future__ import annotations
 
@@ -62,17 +62,20 @@ def _plans(plan: Plan | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_what_differs_is_left_whole(workers: WorkerPools, sequence_parallel: bool) -> None:
+def test_what_differs_is_left_whole_or_without_slices(workers: WorkerPools, sequence_parallel: bool) -> None:
     job = Job(model=Odd)
     ranks = run_layout(workers, job, Layout(tp=2, sequence_parallel=sequence_parallel))
     assert_parity(job, ranks)
     plans = _plans(ranks[0].plan)
-    assert [plan.is_sharded for plan in plans] == [False, False, True, not sequence_parallel]
+    assert [plan.is_sharded for plan in plans] == [False, False, True, True]
     assert "relative difference of outputs 1.0e-02" in plans[1].reason
-    assert plans[2].is_sequence_parallel == sequence_parallel
+    assert [plan.is_sequence_parallel for plan in plans[2:]] == [sequence_parallel, False]
+    assert plans[3].num_all_reduces_forward == plans[3].num_all_reduces_backward == 2
     told = {text.split(" is left out")[0]: text for text in ranks[0].warned if "left out of blocks" in text}
     assert "not near 0" in told["Tensor parallel"]
-    assert ("does not take a ShardedTensor" in told["Tensor parallel"]) == sequence_parallel
+    assert ("Sequence parallelism" in told) == sequence_parallel
+    if sequence_parallel:
+        assert "% of the parameters sharded" in told["Sequence parallelism"]
 
 
 def test_proof_can_be_left_out(workers: WorkerPools) -> None:

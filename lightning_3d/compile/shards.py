@@ -11,7 +11,7 @@ All ranks compile a graph, or none does, as what is compiled may leave out colle
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -134,12 +134,9 @@ class _Present:
         """The sharded tensor behind a stand-in; anything else as it is."""
         return self._hidden.get(id(leaf), leaf)
 
-    @contextmanager
-    def modes(self) -> Iterator[Interpreter]:
+    def modes(self) -> AbstractContextManager[None]:
         """Answer calls on shards inside, as in this call."""
-        interpreter = self.shards.forward.interpreter(self._interpreter.sequence)
-        with self.shards.forward.modes(interpreter):
-            yield interpreter
+        return self.shards.forward.modes(self.shards.forward.interpreter(self._interpreter.sequence))
 
 
 _PRESENT: ContextVar[_Present] = ContextVar("present")

@@ -145,9 +145,7 @@ class Plan:
 
     def with_tensor(self, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
         """The plan with other shardings of some blocks, by FQN."""
-        blocks = (
-            replace(block, tensor=tensor[block.fqn]) if block.fqn in tensor else block for block in self.blocks
-        )
+        blocks = (replace(block, tensor=tensor[block.fqn]) if block.fqn in tensor else block for block in self.blocks)
         return replace(self, blocks=tuple(blocks))
 
     def holds(self, pp_rank: int, fqn: str) -> bool:

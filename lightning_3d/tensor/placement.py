@@ -40,7 +40,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Of results alone: the tensor is the sum of what the ranks have, and is made at once."""
+    """A result that is the sum of what the ranks have; it is made at once."""
 
 
 @dataclass(frozen=True, slots=True)
