@@ -1,4 +1,4 @@
-"""User code between steps: calls and copies of modules of parts, what one rank does alone, and what is pickled.
+"""User code between steps: calls and copies of modules of parts, and what one rank does alone.
 
 What else users do there, the law's habits show.
 """
@@ -6,7 +6,6 @@ What else users do there, the law's habits show.
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from collections.abc import Callable
 from functools import partial
@@ -205,28 +204,3 @@ def test_a_rank_that_goes_alone_raises(workers: WorkerPools, layout: Layout, doe
     with pytest.raises(WorkerError) as raised:
         workers(2).run(_alone, layout, does, timeout=60, grace=1.0)  # the other one waits
     assert re.search(message, raised.value.failures[0])
-
-
-# ---- the module after fit
-
-
-def _pickle(layout: Layout) -> None:
-    trainer, module = fitted(layout, Coders, data=features)
-    module.eval()
-    with pytest.raises(StepError, match="can't be pickled, as this rank holds a part"):
-        pickle.dumps(module)
-    strategy = cast(ThreeDStrategy, trainer.strategy)
-    with pytest.raises(StepError, match="was exported, but the ranks hold parts of the model"):
-        torch.jit.trace(module, INPUTS)  # type: ignore[no-untyped-call]
-    with strategy.summon_full_params():
-        expected, pickled = module(INPUTS), pickle.dumps(module)
-        traced = torch.jit.trace(module, INPUTS)(INPUTS)  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(traced, expected)
-    loaded = pickle.loads(pickled)
-    loaded.load_state_dict(loaded.double().state_dict())
-    torch.testing.assert_close(loaded.float()(INPUTS), expected)
-
-
-@pytest.mark.parametrize("layout", [PP, ZERO], ids=str)
-def test_a_module_of_parts_is_pickled_where_it_is_whole(workers: WorkerPools, layout: Layout) -> None:
-    workers(2).run(_pickle, layout)

@@ -21,7 +21,6 @@ from lightning_3d.checkpoint.folder import is_sharded_checkpoint
 from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state
 from lightning_3d.checkpoint.own_state import load_model, shown_state
-from lightning_3d.checkpoint.writing import write_file
 from lightning_3d.errors import CheckpointError
 from tests.checkpoints import Staged, restore, save_file, save_folder, staged
 from tests.workers import WorkerPools
@@ -185,18 +184,3 @@ def read_what_is_not_there(folder: Path) -> None:
 
 def test_files_that_can_not_be_read_or_written(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(read_what_is_not_there, tmp_path)
-
-
-def test_a_file_takes_the_place_of_a_folder_but_not_of_other_files(tmp_path: Path) -> None:
-    folder = tmp_path / "last.ckpt"
-    folder.mkdir()
-    for name in ("meta.pt", ".metadata", "__0_0.distcp"):
-        (folder / name).touch()
-    (folder / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"last.ckpt .* holds 1 files that are no part of the .* \(notes.txt\)"):
-        write_file({"epoch": 1}, folder)
-    assert len(list(folder.iterdir())) == 4
-    (folder / "notes.txt").unlink()
-    write_file({"epoch": 1}, folder)
-    assert torch.load(folder, weights_only=True) == {"epoch": 1}
-    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]

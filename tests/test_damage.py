@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from tests.checkpoints import restore, save_folder, staged
 from tests.workers import WorkerPools
 
 NOTHING = Checksum(size=0, xxh3_64="0")
-NUM_FLIPS = 60
 
 
 def _saved(path: Path, add: float = 0.0) -> None:
@@ -34,12 +32,6 @@ def _saved(path: Path, add: float = 0.0) -> None:
         for parameter in model.parameters():
             parameter.add_(add)
     save_folder(path, {MODEL: shown_state(model), "epoch": 3}, pp)
-
-
-def _flip(file: Path, position: int, bit: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[position] ^= 1 << bit
-    file.write_bytes(content)
 
 
 def _tried(read: Callable[[], Any]) -> Any:
@@ -56,33 +48,6 @@ def _alike(found: Any) -> Any:
     dist.all_gather_object(everyone, found)
     assert everyone == [found] * dist.get_world_size(), everyone
     return found
-
-
-def _flips_in_folders(folder: Path) -> None:
-    path, places = folder / "saved", random.Random(0)
-    _saved(path)
-    files = sorted(file for file in path.iterdir() if file.name != MANIFEST)
-    for number in range(NUM_FLIPS):
-        file = files[number % len(files)]
-        position, bit = places.randrange(file.stat().st_size), places.randrange(8)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            whole = file.read_bytes()
-            _flip(file, position, bit)
-        dist.barrier()
-        said = _alike(_tried(lambda: restore(path, staged()[0])))
-        assert isinstance(said, str), f"bit {bit} of byte {position} of {file.name} is not noticed"
-        assert f"{path} is damaged: {file.name} " in said
-        assert "Load another checkpoint" in said
-        dist.barrier()
-        if dist.get_rank() == 0:
-            file.write_bytes(whole)
-    dist.barrier()
-    assert restore(path, staged()[0]) == {"epoch": 3}
-
-
-def test_one_bit(workers: WorkerPools, tmp_path: Path) -> None:
-    workers(2).run(_flips_in_folders, tmp_path)
 
 
 def _truncate(path: Path) -> str:

@@ -8,14 +8,13 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch import Tensor, nn
 
 from lightning_3d import ConfigError, ThreeDStrategy
 from tests.law import habits
 from tests.law.models.inline import Carrying, Penalised, Reading
 from tests.models import TinyMLP, features
-from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.parity import Layout, fitted
 from tests.workers import GRACE, WorkerError, WorkerPools
 
 
@@ -124,30 +123,6 @@ def test_what_inline_mode_can_not_do_is_refused(workers: WorkerPools, model: Any
 def test_settings_of_microbatches_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"pipeline.{key}={value!r} .* pipeline.mode='inline'"):
         ThreeDStrategy(pipeline_parallel_size=2, pipeline={"mode": "inline", key: value})
-
-
-class Again(TinyMLP):
-    """Takes gradients of gradients of gradients."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x = batch[0].clone().requires_grad_()
-        y = self(x).tanh().square().mean()
-        loss = y
-        for _ in range(3):
-            (slope,) = torch.autograd.grad(y, x, create_graph=True)
-            y = slope.square().sum()
-            loss = loss + y
-        return loss
-
-
-def _trained_again(layout: Layout | None) -> dict[str, Tensor]:
-    trainer, _ = fitted(layout, Again, data=features, batches=2)
-    return whole_state(trainer)
-
-
-def test_gradients_of_any_order_are_those_of_one_process(workers: WorkerPools) -> None:
-    (expected,) = workers(1).run(_trained_again, None)
-    assert_same_state(workers(2).run(_trained_again, Layout(pp=2, mode="inline")), expected)
 
 
 def _evaluated(layout: Layout | None) -> float:

@@ -1,5 +1,5 @@
 """What a rank holds in memory while it gets its part of the model: its stage and one block, never the whole, except for
-rank 0 where it builds the model; and while its shards are proved, no more than in training.
+rank 0 where it builds the model.
 """
 
 from __future__ import annotations
@@ -9,26 +9,25 @@ import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.planning.tensor_blocks import over_vocabulary
 from tests.parity import QUIET
 from tests.workers import WorkerPools
 
-WIDTH, NUM_BLOCKS, VOCABULARY = 2400, 8, 8192
+WIDTH, NUM_BLOCKS = 2400, 8
 MIB = 2**20
 BLOCK = WIDTH * WIDTH * 4 / MIB
 SLACK = 40
 """MiB for what a process allocates besides weights."""
 
+UNIFORM = {"partition": "uniform"}
 Where = Literal["configure_model", "init_module", "before", "meta"]
 
 
@@ -63,35 +62,13 @@ class Wide(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Head(L.LightningModule):
-    """Its logits, of 64 MiB, are larger than all else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.head(self.table(batch[0])).flatten(0, 1), batch[0].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class _Peak(L.Callback):
-    """Notes the peaks of this process until the model has been set up, and after."""
+    """Notes the peak of this process until the model has been set up."""
 
-    peak = in_training = 0.0
+    peak = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.peak = _status("VmHWM")
-        _reset_peak()
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.in_training = _status("VmHWM")
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _status(key: str) -> float:
@@ -100,39 +77,16 @@ def _status(key: str) -> float:
     return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
 
 
-def _trainer(strategy: ThreeDStrategy, peak: _Peak) -> L.Trainer:
-    ranks = torch.distributed.get_world_size()
-    return L.Trainer(
-        strategy=strategy, devices=ranks, max_steps=2, callbacks=[peak], enable_checkpointing=False, **QUIET
-    )
-
-
-def _head_peaks() -> tuple[float, float, float]:
-    """MiB of the process when it starts, at its peak until then, and in training, of a sharded head."""
-    peak = _Peak()
-    trainer = _trainer(ThreeDStrategy(tensor_parallel_size=2), peak)
-    tokens = torch.randint(VOCABULARY, (64, 64), generator=torch.Generator().manual_seed(0))
-    model = Head()
-    gc.collect()
-    _reset_peak()
-    start = _status("VmRSS")
-    trainer.fit(model, DataLoader(TensorDataset(tokens), batch_size=32))
-    strategy = trainer.strategy
-    assert isinstance(strategy, ThreeDStrategy)
-    assert {block.fqn for block in strategy.plan.blocks if over_vocabulary(block)} == {"table", "head"}
-    return start, peak.peak, peak.in_training
-
-
 def _growth(where: Where, zero: int, pp: int, checkpoint: Path | None = None) -> tuple[float, float]:
     """MiB by which the peak until the first step exceeds the start, and MiB of parameters held then."""
-    peak = _Peak()
-    pipeline = {"partition": "uniform"}
-    trainer = _trainer(ThreeDStrategy(pipeline_parallel_size=pp, zero={"stage": zero}, pipeline=pipeline), peak)
+    peak, strategy = _Peak(), ThreeDStrategy(pipeline_parallel_size=pp, zero={"stage": zero}, pipeline=UNIFORM)
+    settings: dict[str, Any] = {**QUIET, "max_steps": 2, "callbacks": [peak], "enable_checkpointing": False}
+    trainer = L.Trainer(strategy=strategy, devices=torch.distributed.get_world_size(), **settings)
     loader = DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=4)
     torch.manual_seed(0)
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what was freed goes back to the system
     gc.collect()
-    _reset_peak()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     start = _status("VmRSS")
     with {"init_module": trainer.init_module(), "meta": torch.device("meta")}.get(where, nullcontext()):
         model = Wide(where)
@@ -177,8 +131,3 @@ def test_a_model_on_meta_is_held_whole_by_no_rank(
         assert held == pytest.approx(NUM_BLOCKS / 4 * BLOCK, rel=0.01)
         told = f"peak {growth:.0f} MiB over the start for a stage of {held:.0f} MiB"
         assert held - SLACK <= growth <= held + BLOCK + SLACK, told
-
-
-def test_proof_of_a_head_takes_no_more_than_training(fresh_workers: WorkerPools) -> None:
-    for start, proving, training in fresh_workers(2).run(_head_peaks):
-        assert proving <= training, f"{start:.0f} MiB, {proving:.0f} while the head is proved, {training:.0f} in steps"

@@ -245,20 +245,6 @@ def test_a_run_goes_on_in_the_middle_of_a_window(workers: WorkerPools, other: La
 # ---------------------------------------------------------------------------------------------------- master weights
 
 
-def _without_masters(offload: str) -> set[str]:
-    how: dict[str, Any] = {"limit_train_batches": 1, "max_epochs": -1}
-    trainer, _ = _fit(Layout(), "bf16-true", {}, steps=1, **how)
-    trainer.save_checkpoint("half.ckpt")
-    layout = Layout(zero_settings={"offload_optimizer": offload})
-    trainer, _ = _fit(layout, "32-true", {}, steps=2, ckpt_path=Path("half.ckpt"), **how)
-    return {name for state in trainer.optimizers[0].state.values() for name in state}
-
-
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-def test_master_weights_of_a_checkpoint_are_left_where_none_are_kept(workers: WorkerPools, offload: str) -> None:
-    assert workers(1).run(_without_masters, offload) == [{"step", "exp_avg", "exp_avg_sq"}]
-
-
 def _written(zero: dict[str, Any]) -> list[float]:
     """A callback writes to a parameter after the second step."""
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_3d import PrecisionConfig, StepError, ThreeDPrecision
+from lightning_3d import PrecisionConfig, ThreeDPrecision
 from tests.models import training_loader
 from tests.parity import QUIET, Layout, whole_state
 from tests.workers import WorkerPools
@@ -107,18 +107,3 @@ def test_an_overflow_that_is_clipped_by_hand_stays_one(workers: WorkerPools) -> 
     for weights, _, scale in workers(2).run(_adversaries, Layout(dp=2), "16-mixed", "norm", 1):
         assert scale == 128.0
         assert all(bool(weight.isfinite().all()) for weight in weights.values())
-
-
-class StepsBeneath(Adversaries):
-    def _step(self, optimizer: Any, loss: Tensor, *, overflows: bool = False) -> None:
-        self.manual_backward(loss)
-        optimizer.optimizer.step()
-
-
-def _beneath() -> None:
-    with pytest.raises(StepError, match=r"Adam\.step\(\) was called beneath Lightning, with gradients of scaled"):
-        _fit(Layout(dp=2), "16-mixed", StepsBeneath("norm", None))
-
-
-def test_steps_beneath_lightning_are_refused(workers: WorkerPools) -> None:
-    workers(2).run(_beneath)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lightning as L
-import pytest
 import torch
 import torchmetrics
 
@@ -111,23 +110,3 @@ def test_each_private_symbol_is_listed_with_a_reason() -> None:
         if names - _MODULES:
             used[path.stem] = names - _MODULES
     assert used == _listed()
-
-
-SEEN = (
-    "from torch.utils._pytree import tree_map",
-    "from torch.distributed.tensor.placement_types import _StridedShard",
-    "import torch._dynamo",
-    "def f(tensor):\n    return tensor._version",
-    "class A:\n    def f(self):\n        return self._backward_hooks",
-    "def f(module):\n    return vars(module)['_parameters']",
-)
-PUBLIC_OR_OWN = (
-    "class A:\n    _x: int\n    def f(self, other):\n        return other._x",
-    "def f(value):\n    return value._replace(a=1), value.__class__",
-    "from torch.utils.data import DataLoader",
-)
-
-
-@pytest.mark.parametrize(("source", "is_seen"), [*((s, True) for s in SEEN), *((s, False) for s in PUBLIC_OR_OWN)])
-def test_private_uses_are_seen_and_others_are_not(source: str, is_seen: bool) -> None:
-    assert bool(list(_private_uses(ast.parse(source), set()))) == is_seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_3d.distributed.rng import random_states_kept
 from tests.models import TinyMLP, features
 from tests.parity import QUIET, Layout, fitted
 from tests.workers import WorkerError, WorkerPools
@@ -246,14 +244,3 @@ def test_own_generators_of_a_module_draw_as_in_one_process(workers: WorkerPools)
     assert workers(2).run(_own_numbers, Layout(pp=2)) == [expected, expected]
     with pytest.raises(WorkerError, match="Modules hold random generators of their own"):
         workers(2).run(_own_numbers, Layout(pp=2, mode="microbatched"))
-
-
-def test_random_states_are_kept_also_after_an_exception() -> None:
-    def draw() -> list[float]:
-        return [float(draw()) for draw in (lambda: torch.rand(()), random.random, np.random.rand)]
-
-    drawn: list[list[float]] = []
-    with contextlib.suppress(KeyError), random_states_kept():
-        drawn.append(draw())
-        raise KeyError
-    assert draw() == drawn[0]

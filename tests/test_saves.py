@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,51 +148,6 @@ def _goes_on(layout: Layout) -> None:
 
 def test_training_goes_on(workers: WorkerPools) -> None:
     workers(2).run(_goes_on, IN_BACKGROUND)
-
-
-class _Raise(Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == 2:
-            raise KeyError("at step 2")
-
-
-class _Slow:
-    """Writes take a while."""
-
-    def __call__(self, *args: Any) -> None:
-        time.sleep(1)
-        write_folder(*args)
-
-
-def _waits_for_it(layout: Layout) -> None:
-    with patch.object(trainer_io, "write_folder", _Slow()), pytest.raises(KeyError, match="at step 2"):
-        _fit(layout, _every_step(), _Raise())
-    assert [name for name in _names() if name.startswith(".")] == []
-    for name in _names():
-        verify_checkpoint(Path("saved", name))
-
-
-def test_exceptions_wait_for_it(workers: WorkerPools) -> None:
-    workers(2).run(_waits_for_it, IN_BACKGROUND)
-
-
-class _SaveIn(Callback):
-    """Saves in a hook."""
-
-    def __init__(self, hook: str) -> None:
-        setattr(self, hook, lambda trainer, *_, **__: trainer.save_checkpoint("saved.ckpt"))
-
-
-def _at_the_end(layout: Layout, hook: str) -> None:
-    with patch.object(trainer_io, "write_folder", _Slow()):
-        _fit(layout, _SaveIn(hook), enable_checkpointing=False)
-    verify_checkpoint(Path("saved.ckpt"))
-    assert Path("saved.ckpt").exists()
-
-
-@pytest.mark.parametrize("hook", ["on_train_end", "teardown"])
-def test_saves_of_the_last_hooks_are_complete(workers: WorkerPools, hook: str) -> None:
-    workers(2).run(_at_the_end, IN_BACKGROUND, hook)
 
 
 # ------------------------------------------------------------------------------------------- failures

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from pathlib import Path
 
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.profilers import PyTorchProfiler
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
-from tests.models import TinyMLP, features, loader, tokens
-from tests.parity import QUIET, Layout, fitted
+from tests.models import loader, tokens
+from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
 
 
@@ -86,17 +83,3 @@ def test_data_parallel_is_told_in_few_lines_unless_no_summary_is_wanted(workers:
     assert "BatchNorm (8 modules) normalises each data-parallel rank's batch by itself, as under DDP" in text
     assert (len(text.splitlines()), losses) == (4, ())
     assert [told for told, _ in workers(2).run(_told, Layout(dp=2), False)] == [[], []]
-
-
-def _profiled() -> list[str]:
-    profiler = PyTorchProfiler(dirpath=".", filename="profile")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitted(Layout(pp=2), TinyMLP, data=features, batches=1, epochs=1, limit_val_batches=0, profiler=profiler)
-    assert list(Path().glob("*profile*"))
-    return [str(warning.message) for warning in caught if "no names of modules" in str(warning.message)]
-
-
-def test_the_profiler_of_torch_names_no_modules_in_a_pipeline(workers: WorkerPools) -> None:
-    told, others = workers(2).run(_profiled)
-    assert (len(told), others) == (1, [])

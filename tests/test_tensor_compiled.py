@@ -1,4 +1,4 @@
-"""Compiled sharded blocks: as dense ones, compiled as often as needed, and eager with a reason where they must."""
+"""Compiled sharded blocks: as dense ones, and eager with a reason where they must."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracing a step and following it by stages, in one process: what is followed, and what is refused with which words."""
+"""Tracing a step and following it by stages, in one process: what is refused, and numbers that decide."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""The worker pool itself: results, failures, hangs and deaths of ranks, and what the ranks look like to Lightning."""
+"""The worker pool itself: results, failures and hangs of ranks."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.scripts import start
 from tests.workers import WorkerError, WorkerPools
 
 
@@ -69,39 +66,3 @@ def test_runs_share_processes_but_no_directory_and_no_environment(workers: Worke
     assert not Path(first[0][0]).exists()
     assert [(left, files) for _, left, files, _ in first + second] == [(None, [])] * 4
     assert [pid for *_, pid in first] == [pid for *_, pid in second]
-
-
-def _abandon(pid_file: str) -> None:
-    """Start a pool and die without closing it."""
-    pids = WorkerPools()(1).run(os.getpid)
-    Path(pid_file).write_text(str(pids[0]))
-    os._exit(0)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks the process up in /proc")
-def test_workers_die_with_their_parent(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    parent = multiprocessing.get_context("spawn").Process(target=_abandon, args=(str(pid_file),))
-    parent.start()
-    parent.join(timeout=60)
-    pid = int(pid_file.read_text())
-    deadline = time.monotonic() + 20
-    while _is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _is_alive(pid)
-
-
-def test_a_program_that_takes_too_long_is_killed_with_those_that_it_started() -> None:
-    """Torchrun gives each of its processes a session of its own; one that is left would keep the pipe open."""
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
-    begin = time.monotonic()
-    with pytest.raises(AssertionError, match="still running after 1 s"):
-        start(["-c", child, "import time; time.sleep(200)"], timeout=1)
-    assert time.monotonic() - begin < 100
