@@ -98,6 +98,8 @@ class Layout:
     """How checkpoints are written."""
     activations: Mapping[str, Any] = field(default_factory=dict)
     """What of the blocks' forwards is kept."""
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    """How losses are scaled and weights kept in 16 bits."""
 
     @property
     def world_size(self) -> int:
@@ -131,6 +133,7 @@ class Layout:
             activations=dict(self.activations),
             compile={"enabled": self.compile_backend is not None, "backend": self.compile_backend or "inductor"},
             checkpoint=dict(self.checkpoint),
+            precision=dict(self.precision),
             save_distributed_checkpoint=self.save_distributed_checkpoint,
         )
 

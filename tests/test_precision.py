@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_3d import PrecisionConfig, ThreeDPrecision, ThreeDStrategy
+from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.zero.master_weights import MASTER
-from tests.models import TinyGPT, reference_loader, tokens, training_loader
-from tests.parity import QUIET, Layout, whole_state
+from tests.models import TinyGPT, reference_loader, tokens
+from tests.parity import QUIET, Layout, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
 
 STEPS, NUM_LAYERS = 4, 4
@@ -48,12 +48,6 @@ class _Seen(L.Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def _strategy(layout: Layout, settings: dict[str, Any]) -> ThreeDStrategy:
-    strategy = layout.strategy()
-    strategy.config = replace(strategy.config, precision=PrecisionConfig(**settings))
-    return strategy
-
-
 def _fit(
     layout: Layout,
     precision: Any,
@@ -62,23 +56,21 @@ def _fit(
     model: type[TinyGPT] = TinyGPT,
     steps: int = STEPS,
     callbacks: tuple[L.Callback, ...] = (),
-    ckpt_path: Path | None = None,
+    epochs: int = 1,
     **trainer: Any,
 ) -> tuple[L.Trainer, _Seen]:
     seen = _Seen()
-    L.seed_everything(1, verbose=False)
-    runs = L.Trainer(
-        strategy=_strategy(layout, settings),
-        devices=layout.world_size,
-        plugins=[ThreeDPrecision(precision)],
-        max_steps=steps,
+    runs, _ = fitted(
+        replace(layout, precision=settings),
+        partial(model, num_layers=NUM_LAYERS, num_warmup_steps=10),
         callbacks=[seen, *callbacks],
-        enable_checkpointing=False,
+        batches=8,
+        epochs=epochs,
+        max_steps=steps,
         limit_val_batches=0,
-        **{**QUIET, **trainer},
+        plugins=[ThreeDPrecision(precision)],
+        **trainer,
     )
-    data = training_loader(tokens(8 * 8), global_batch_size=8, data_parallel_size=layout.dp)
-    runs.fit(model(num_layers=NUM_LAYERS, num_warmup_steps=10), data, ckpt_path=ckpt_path, weights_only=False)
     return runs, seen
 
 
@@ -219,7 +211,7 @@ def _resumed(layout: Layout, precision: str, stop: int | None, other: Layout) ->
     """Train six steps, of which the first and the fifth overflow; stopped and resumed after `stop`."""
     settings = {"initial_scale_power": 8, "loss_scale_window": 2}
     overflows = (_Overflows({0, 4}),)
-    how: dict[str, Any] = {"callbacks": overflows, "limit_train_batches": 1, "max_epochs": -1}
+    how: dict[str, Any] = {"callbacks": overflows, "limit_train_batches": 1, "epochs": -1}
     if stop is None:
         return _trained(layout, precision, settings, steps=6, **how)
     trainer, _ = _fit(layout, precision, settings, steps=stop, **how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,13 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_3d import PrecisionConfig, ThreeDPrecision
-from tests.models import training_loader
-from tests.parity import QUIET, Layout, whole_state
+from lightning_3d import ThreeDPrecision
+from tests.parity import Layout, fitted, whole_state
 from tests.workers import WorkerPools
 
 PRECISIONS = ("32-true", "bf16-true", "16-mixed", "16-true")
-FP16 = {"initial_scale_power": 8}
 
 
 def _perceptron(width: int) -> nn.Module:
@@ -62,23 +61,18 @@ def _loss(judgement: Tensor, target: float) -> Tensor:
     return F.binary_cross_entropy_with_logits(judgement, torch.full_like(judgement, target))
 
 
-def _fit(layout: Layout, precision: Any, model: L.LightningModule) -> L.Trainer:
-    strategy = layout.strategy()
-    if precision in ("16-mixed", "16-true"):
-        strategy.config = replace(strategy.config, precision=PrecisionConfig(**FP16))
-    settings: dict[str, Any] = {"max_epochs": 1, "enable_checkpointing": False, "limit_val_batches": 0, **QUIET}
-    runs = L.Trainer(strategy=strategy, devices=2, plugins=[ThreeDPrecision(precision)], **settings)
-    data = TensorDataset(torch.randn(24, 8))
-    runs.fit(model, training_loader(data, global_batch_size=8, data_parallel_size=layout.dp))
-    return runs
+def _noise(num_samples: int) -> TensorDataset:
+    return TensorDataset(torch.randn(num_samples, 8))
 
 
 def _adversaries(
-    layout: Layout, precision: str, clipped_by: str, overflowing: int | None = None
+    layout: Layout, precision: Any, clipped_by: str, overflowing: int | None = None
 ) -> tuple[dict[str, Tensor], list[float], float]:
-    L.seed_everything(1, verbose=False)
-    model = Adversaries(clipped_by, overflowing)
-    trainer = _fit(layout, precision, model)
+    scaled = replace(layout, precision={"initial_scale_power": 8} if precision in ("16-mixed", "16-true") else {})
+    settings: dict[str, Any] = {"batches": 3, "epochs": 1, "limit_val_batches": 0}
+    make = partial(Adversaries, clipped_by, overflowing)
+    trainer, model = fitted(scaled, make, data=_noise, plugins=[ThreeDPrecision(precision)], **settings)
+    assert isinstance(model, Adversaries)
     assert isinstance(trainer.precision_plugin, ThreeDPrecision)
     return whole_state(trainer), model.norms, trainer.precision_plugin.loss_scale
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d import PrecisionConfig, ThreeDPrecision, ThreeDStrategy
+from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.checkpoint import export_checkpoint
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.planning.plan import Plan
@@ -200,7 +200,7 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
     inputs = BlockInputs() if is_measured else None
     trainer = L.Trainer(
         **{"enable_checkpointing": False, **QUIET, **habit.trainer(), **devices(layout, job.accelerator)},
-        strategy="auto" if layout is None else _strategy(layout, setting),
+        strategy="auto" if layout is None else layout.strategy(),
         **_precision(job, None if layout is None else setting.half),
         max_epochs=epochs,
         accumulate_grad_batches=job.accumulate_grad_batches,
@@ -233,13 +233,6 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
         with trainer.precision_plugin.dtype_of_steps():
             run.sent = inputs.sent(run.plan) if inputs else {}
         dist.barrier()  # rank 0 reads, and the folder of the run is removed
-
-
-def _strategy(layout: Layout, setting: Setting) -> ThreeDStrategy:
-    strategy = layout.strategy()
-    if setting.half is not None:  # the first losses of 2**16 would overflow
-        strategy.config = replace(strategy.config, precision=PrecisionConfig(initial_scale_power=8))
-    return strategy
 
 
 def _precision(job: Job, half: Literal["16-mixed"] | None) -> dict[str, Any]:
