@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import OffloadError
 from lightning_3d.zero.offload import steps
+from lightning_3d.zero.offload.states import OffloadedStates
 from lightning_3d.zero.offload.store import Advice, Store
 from tests.models import TinyGPT, TinyMLP, features
 from tests.optimizers import ClippingAdam
