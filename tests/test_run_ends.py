@@ -134,16 +134,6 @@ ROWS = {
         statuses={0: 3, 1: 1},
         says={1: [f"RankError: rank 1 .* it waited for rank 0 .*{ENDED}"]},
     ),
-    "last is killed": Row(
-        case=Case(layout="tp 2", deed="is killed", ranks=[1]),
-        statuses={0: 1, 1: -9},
-        says={0: [f"RankError: rank 0 .* it waited for rank 1 .*{ENDED}"]},
-    ),
-    "one leaves": Row(
-        case=Case(layout="dp 2", deed="leaves", ranks=[1]),
-        statuses={0: 1, 1: 4},
-        says={0: [r"RankError: rank 0 .* it waited for rank 1 .*SystemExit: 4 \(ends.py:"]},
-    ),
     "first is stopped": Row(
         case=Case(layout="pp 2", deed="is stopped", ranks=[0], heartbeat_timeout=2),
         statuses={1: 1},
@@ -166,20 +156,10 @@ ROWS = {
         says_not={0: ["fitted"], 1: ["fitted"]},
         files=r"epoch=\d+-step=\d+\.ckpt",
     ),
-    "terminated in the last batch": Row(
-        case=Case(layout="dp 2", deed="gets SIGTERM", ranks=[1], at=11),
-        statuses={0: 0, 1: 0},
-        says_not={0: ["fitted"], 1: ["fitted"]},
-    ),
     "one is interrupted": Row(  # as Lightning ends after Ctrl+C
         case=Case(layout="dp 2", deed="gets SIGINT", ranks=[1], callback="on exception", **STEPPING),
         statuses={0: 1, 1: 1},
         files=r"on_exception\.ckpt",
-    ),
-    "interrupted in setup": Row(
-        case=Case(layout="pp 2", signal="SIGINT", ranks=[0, 1], **STEPPING),
-        statuses={0: 1, 1: 1},
-        says_not={0: ["fitted"], 1: ["fitted"]},
     ),
     "all are stopped for a while": Row(
         case=Case(

@@ -59,17 +59,14 @@ def gpt(width: int = 32, num_heads: int = 4) -> Example:
     return Block(width, num_heads), (tokens(width),), {}
 
 
-def _blocks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+def _blocks() -> dict[str, tuple[nn.Module, Tensor]]:
     """Blocks of tests/law with what they get."""
-    images = torch.randn(2, 16, 4, 4, requires_grad=True)
-    sequence = torch.randn(2, 12, 16, requires_grad=True)
-    inputs: dict[str, tuple[Tensor, ...]] = {"conv_resampling": (images[:, :8],)}
-    made = {
-        **{name: (block, (tokens(),)) for room in (law.matrices, law.mixtures) for name, block in room().items()},
-        **{f"conv_{name}": (block, (images,)) for name, block in law.images().items()},
-        **{name: (block, (sequence,)) for name, block in law.sequences().items()},
+    images, sequence = torch.randn(2, 16, 4, 4, requires_grad=True), torch.randn(2, 12, 16, requires_grad=True)
+    return {
+        **{name: (block, tokens()) for room in (law.matrices, law.mixtures) for name, block in room().items()},
+        **{f"conv_{name}": (block, images) for name, block in law.images().items()},
+        **{name: (block, sequence) for name, block in law.sequences().items()},
     }
-    return {name: (block, inputs.get(name, args)) for name, (block, args) in made.items()}
 
 
 PLANNED: dict[str, tuple[int, int, int, float]] = {
@@ -90,7 +87,7 @@ def _counts(plan: BlockTensorPlan) -> tuple[int, int, int]:
 @pytest.fixture(scope="module")
 def plans() -> dict[str, BlockTensorPlan]:
     torch.manual_seed(0)
-    return {name: plan_block(block, args, {}, size=2) for name, (block, args) in _blocks().items()}
+    return {name: plan_block(block, (x,), {}, size=2) for name, (block, x) in _blocks().items()}
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -156,7 +156,6 @@ PINNED = (
     Case("odd-parameters", "dp4-zero1", "hybrid"),
     *(Case("odd-blocks", layout, "recomputed") for layout in ("tp2", "dp2-zero3")),
     Case("odd-gpt", "pp2-tp2", "selective"),
-    Case("kept-on-shards", "tp2"),
     Case("linear-on-data", "tp2", "sequence"),
     Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
     Case("drops", "tp2", "sequence"),  # what is drawn lies in slices

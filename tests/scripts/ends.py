@@ -40,7 +40,6 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
 DEEDS: Mapping[str, Callable[[], object]] = {
     "raises": lambda: _raise(ArithmeticError("the model's own error")),
     "exits": lambda: os._exit(3),
-    "leaves": lambda: sys.exit(4),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is killed in a block": lambda: _block_deeds.append("is killed"),
     "takes another path": lambda: _block_deeds.append("turns"),

@@ -15,7 +15,6 @@ from tests.law.models import (
     heads,
     inline,
     losses,
-    odd_views,
     programs,
     replicas,
     stages,
@@ -25,7 +24,7 @@ from tests.law.models import (
 )
 from tests.law.models.row import Model
 
-_ROOMS = (by_hand, transformers, losses, odd_views, programs, blocks, stages, transformer_losses, glue)
+_ROOMS = (by_hand, transformers, losses, programs, blocks, stages, transformer_losses, glue)
 
 MODELS: dict[str, Model] = {
     name: row for room in (*_ROOMS, inline, heads, diffusion, tensor, replicas) for name, row in room.MODELS.items()

@@ -27,12 +27,12 @@ class Resampling(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.ConvTranspose2d(8, 32, 2, stride=2)
+        self.up = nn.ConvTranspose2d(16, 32, 2, stride=2)
         self.grouped = nn.ConvTranspose2d(32, 16, 3, padding=1, groups=4)
         self.norm = nn.InstanceNorm2d(16, affine=True, track_running_stats=True)
         self.slopes = nn.PReLU(16)
         self.reflect = nn.Conv2d(16, 16, 3, padding=1, padding_mode="reflect", groups=16, bias=False)
-        self.down = nn.ConvTranspose2d(16, 8, 3, padding=1)
+        self.down = nn.ConvTranspose2d(16, 16, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.slopes(self.norm(self.grouped(self.up(x))))

@@ -161,23 +161,6 @@ class Doubling(nn.Module):
         return self.down((heads * scales.unsqueeze(-1)).flatten(-2))
 
 
-class Kept(nn.Module):
-    """Keeps its hidden activation: itself, in a list, and as a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.hidden: Tensor | None = None
-        self.listed: list[dict[str, Tensor]] = []
-        self.register_buffer("mean", torch.zeros(64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.hidden = self.up(x)
-        self.listed = [{"hidden": self.hidden}]
-        self.mean = 0.9 * self.mean + 0.1 * self.hidden.detach().mean((0, 1))
-        return self.down(self.hidden)
-
-
 class Shifted(nn.Module):
     """Two parameters whose gradients are one tensor to autograd."""
 

@@ -33,31 +33,14 @@ class SideBySide(a.Trained):
         self.stem = nn.Identity() if stem is None else stem()
         self.blocks = nn.ModuleDict(make())
 
-    def call(self, name: str, block: nn.Module, x: Tensor, batch: Any) -> Any:
-        return block(x)
-
     def compute_loss(self, batch: Any) -> Tensor:
         x = self.stem(batch["pixel_values"] if isinstance(batch, dict) else batch[0])
         x = x @ self.widening if hasattr(self, "widening") else x
         losses = []
-        for name, block in self.blocks.items():
-            leaves = tree_leaves(self.call(name, block, x.clone(), batch))
+        for block in self.blocks.values():
+            leaves = tree_leaves(block(x.clone()))
             losses += [(leaf - 0.5).square().mean() for leaf in leaves if isinstance(leaf, Tensor)]
         return torch.stack(losses).sum()
-
-
-class Reads(SideBySide):
-    """Reads what a block keeps in its attributes."""
-
-    def call(self, name: str, block: Any, x: Tensor, batch: Any) -> Any:
-        return block(x), block.hidden, block.listed[0]["hidden"]
-
-
-class Images(SideBySide):
-    """One block gets half of the channels."""
-
-    def call(self, name: str, block: nn.Module, x: Tensor, batch: Any) -> Any:
-        return block(x[:, :8] if name == "resampling" else x)
 
 
 def matrices() -> dict[str, nn.Module]:
@@ -133,23 +116,18 @@ TP: frozenset[Family] = frozenset({"tp"})
 DRAWS = frozenset[Trait]({"draws"})
 
 
-def _row(make: Any, data: Any = a.sequences, stem: Any = None, model: Any = SideBySide, **settings: Any) -> Model:
-    return Model(job=small_job(partial(model, make, stem), data), families=TP, fits=_whole, **settings)
+def _row(make: Any, data: Any = a.sequences, stem: Any = None, **settings: Any) -> Model:
+    return Model(job=small_job(partial(SideBySide, make, stem), data), families=TP, fits=_whole, **settings)
 
 
 MODELS = {
     "odd-matrices": _row(matrices, lr=0.02),
-    "kept-on-shards": _row(
-        lambda: {"kept": b.Kept()}, model=Reads, traits=frozenset({"running statistics"}), alike="odd-matrices"
-    ),
     "linear-on-data": _row(
         lambda: {"linear": nn.Linear(32, 32)}, stem=partial(nn.Linear, a.WIDTH, 32), alike="odd-matrices"
     ),
     "experts": _row(mixtures, traits=COUPLED, skips=IN_HALVES | LOOPS, lr=0.02),
     "drops": _row(drops, traits=DRAWS),
-    "convolutions": _row(
-        images, a.images, partial(nn.Conv2d, 3, 16, 4, 4), Images, traits=NORMS, skips=IN_HALVES, lr=0.02
-    ),
+    "convolutions": _row(images, a.images, partial(nn.Conv2d, 3, 16, 4, 4), traits=NORMS, skips=IN_HALVES, lr=0.02),
     "conv-sequences": _row(sequences, stem=nn.Identity, traits=NORMS, skips=IN_HALVES, lr=0.02),
     "penalized": Model(job=Job(model=Penalized, num_val_batches=1), lr=0.003, families=TP, fits=_whole, traits=COUPLED),
     "changed-arguments": Model(
