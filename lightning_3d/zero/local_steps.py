@@ -135,6 +135,7 @@ class LocalSteps:
 
         def run() -> Any:
             self._put_back(optimizer)  # a closure may be called again
+            self._unfinished.discard(optimizer)  # it trains, too
             result = closure()
             self._enter(optimizer)
             return result

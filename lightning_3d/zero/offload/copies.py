@@ -30,7 +30,7 @@ class Lent:
     """Stepped by the optimizer, for each part."""
     gradients: Sequence[Tensor]
     rounded: Mapping[Part, Tensor]
-    """Those in 16 bits as they are, of parts whose values are their master weights."""
+    """Values in 16 bits as they are, of parts whose values are their master weights."""
     arrival: torch.Event | None
 
     def wait(self) -> None:

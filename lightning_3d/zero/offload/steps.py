@@ -118,7 +118,7 @@ class OffloadedSteps:
 
 
 class Window:
-    """What is stepped in an optimizer's groups, in place of the module's parameters."""
+    """Stand-ins in an optimizer's groups, in place of the module's parameters."""
 
     def __init__(
         self, optimizer: Optimizer, parts: Sequence[Part], stepped: Sequence[nn.Parameter], close: Callable[[], None]
