@@ -238,7 +238,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         )
         if self.choice is not None:
             self._given, self.config = self.config, self.choice.of(self.config)
-            self._make_mesh()
+            self._change_mesh()
 
     def _made_parallel(self, trainer: Trainer) -> ParallelModel:
         check_model(self._module, self.config, self.mesh.shape)

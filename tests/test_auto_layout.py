@@ -23,7 +23,7 @@ from lightning_3d.planning.layouts import Choice, Layout, candidates
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer import auto_layout
 from lightning_3d.trainer.ahead import Ahead, search_layout
-from tests.models import TinyMLP, features, reference_loader
+from tests.models import TinyMLP, features
 from tests.parity import QUIET, assert_same_state, whole_state
 from tests.workers import WorkerPools
 
@@ -97,35 +97,31 @@ def test_what_is_set_is_kept() -> None:
         assert not layout.of(pinned).is_planned
 
 
-def _fitted(links: str, model: type[L.LightningModule] = Wide) -> tuple[Any, str, str, Any]:
-    """On every rank: the state, the layout, why, and the samples that a rank saw."""
+def _fitted(links: str, layout: Any, model: type[L.LightningModule] = Wide) -> tuple[Any, str, str, Any]:
+    """On every rank: the state, the layout, why, and the number of parameters that it holds."""
     with pytest.MonkeyPatch.context() as patched:
         machine = SLOW_LINKS if links == "slow" else FAST
         patched.setattr(auto_layout, "measured_machine", lambda *args: machine)
         L.seed_everything(1, verbose=False)
-        module, strategy = model(), ThreeDStrategy()
+        module, strategy = model(), ThreeDStrategy(layout=layout)
         trainer = L.Trainer(strategy=strategy, devices=2, max_steps=STEPS, enable_checkpointing=False, **QUIET)
-        trainer.fit(module, DataLoader(features(64), BATCH), DataLoader(features(16), BATCH))
+        trainer.fit(module, DataLoader(features(64), BATCH, shuffle=True), DataLoader(features(16), BATCH))
     assert strategy.choice is not None
     held = strategy.report()[0].num_parameters
     return whole_state(trainer), str(strategy.choice.layout), strategy.choice.reason, held
 
 
 def test_a_fit_equals_one_process(workers: WorkerPools) -> None:
-    """Where it is cut, and where its ranks are replicas."""
-    for links, loader in (
-        ("slow", DataLoader(features(64), BATCH)),
-        ("fast", reference_loader(features(64), global_batch_size=2 * BATCH, seed=1)),
-    ):
-        L.seed_everything(1, verbose=False)
-        trainer = L.Trainer(devices=1, max_steps=STEPS, enable_checkpointing=False, **QUIET)
-        trainer.fit(module := Wide(), loader, DataLoader(features(16), BATCH))
-        ranks = workers(2).run(_fitted, links)
-        assert_same_state([state for state, *_ in ranks], whole_state(trainer))
-        num = sum(p.numel() for p in module.parameters())
-        for _, layout, _, held in ranks:
-            assert layout.startswith("data 2" if links == "fast" else ("tensor 2", "pipeline 2"))
-            assert (held < num) == (links == "slow")
+    """Where it is cut, and the samples are drawn as if its ranks had never been taken for replicas."""
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(devices=1, max_steps=STEPS, enable_checkpointing=False, **QUIET)
+    module = Wide()
+    trainer.fit(module, DataLoader(features(64), BATCH, shuffle=True), DataLoader(features(16), BATCH))
+    ranks = workers(2).run(_fitted, "slow", "planned")
+    assert_same_state([state for state, *_ in ranks], whole_state(trainer))
+    for _, layout, _, held in ranks:
+        assert layout.startswith(("tensor 2", "pipeline 2"))
+        assert held < sum(p.numel() for p in module.parameters())
 
 
 class Manual(Wide):
@@ -142,10 +138,11 @@ class Manual(Wide):
         optimizer.step()
 
 
-def test_what_only_replicas_can_do(workers: WorkerPools) -> None:
-    for _, layout, why, _ in workers(2).run(_fitted, "slow", Manual):
-        assert layout.startswith("data 2")
-        assert "manual optimization" in why
+def test_where_ranks_stay_replicas(workers: WorkerPools) -> None:
+    for model, reason in ((Manual, "manual optimization"), (Wide, "as many samples as with DDP")):
+        for _, layout, why, _ in workers(2).run(_fitted, "slow", "planned" if model is Manual else "auto", model):
+            assert layout.startswith("data 2")
+            assert reason in why
 
 
 def a_model() -> L.LightningModule:

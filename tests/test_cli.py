@@ -118,7 +118,7 @@ def _run_command(*arguments: str) -> tuple[ThreeDConfig, int]:
 
 @pytest.mark.parametrize("named", ["--trainer.strategy=3d", "--trainer.strategy.class_path=ThreeDStrategy"])
 def test_our_command_fits_and_knows_the_name(workers: WorkerPools, named: str) -> None:
-    assert workers(2).run(_run_command, named) == [(ThreeDConfig(layout="planned"), 2)] * 2
+    assert workers(2).run(_run_command, named) == [(ThreeDConfig(), 2)] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ def run(chosen: Namespace) -> None:
     def planned_on(world_size: int) -> tuple[Choice | None, PlannedAhead]:
         config, choice = given.config, None
         if config.is_planned:
+            config = replace(config, layout="planned")  # all of them are compared
             memory = None if chosen.memory is None else int(chosen.memory * GIB)
             choice = search_layout(ahead, config, machine, world_size, memory, num_samples=num_samples(batch))
             config = choice.of(config)
@@ -150,8 +151,7 @@ def _given(chosen: Namespace) -> Training:
         given = Training(module=module, data=data)
     if not (world_size := chosen.world_size or given.world_size):
         raise ConfigError("the number of ranks is not known: set --world_size")
-    is_set = given.config != ThreeDConfig()  # else nothing of it counts as set
-    settings = chosen.config or (asdict(given.config) if is_set else {})
+    settings = chosen.config or given.config.as_mapping()
     return replace(
         given,
         config=ThreeDConfig.from_file(settings, chosen.set),

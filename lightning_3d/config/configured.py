@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Self
 
 from lightning.pytorch import Trainer
@@ -38,7 +37,7 @@ class Configured:
             raise ConfigError(f"overrides {list(overrides)} apply to a file; change the mapping itself instead")
         else:
             read = ThreeDConfig.from_mapping(config)
-        return cls(**{field.name: getattr(read, field.name) for field in fields(read)})
+        return cls(**read.as_mapping())
 
     @classmethod
     def from_deepspeed(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast, get_type_hints
 
@@ -27,6 +27,8 @@ from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError
+
+_PLANNED = ("zero", "pipeline", "activations")  # sections: a layout is given where any of them is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +65,9 @@ class ThreeDConfig:
     layout: Literal["auto", "planned", "given"] = "auto"
     """Who chooses sizes, ZeRO stage, microbatches and recomputation. ``"planned"``: a fit does, by the predicted time
     of a sample in what fits the devices, and keeps all that is set to other than its default. ``"given"``: the
-    settings. ``"auto"``: planned where no size is other than its default, and no key of ``zero``, ``pipeline`` and
-    ``activations`` is set, to whatever value; else given."""
+    settings. ``"auto"``: the settings, where a size is other than its default or any key of ``zero``, ``pipeline`` and
+    ``activations`` is set; else a fit chooses, and has a replica on every rank, as DDP does, as long as one fits, so
+    that a step has as many samples."""
 
     pipeline_parallel_size: Size = 1
     """Number of pipeline stages."""
@@ -130,10 +133,8 @@ class ThreeDConfig:
 
         """
         config: ThreeDConfig = _read_section(cls, mapping)
-        if config.layout == "auto":
-            is_set = any(mapping.get(section) for section in ("zero", "pipeline", "activations"))
-            return replace(config, layout="planned" if config.is_planned and not is_set else "given")
-        return config
+        is_set = any(mapping.get(section) for section in _PLANNED)
+        return replace(config, layout="given") if config.layout == "auto" and is_set else config
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> ThreeDConfig:
@@ -164,6 +165,11 @@ class ThreeDConfig:
             raise ConfigError(f"can't read the config {source}: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Nested mappings from which it can be read again; without what nobody has set, where that is to be planned."""
+        unset = _PLANNED if self.is_planned and self.layout == "auto" else ()
+        return {key: value for key, value in asdict(self).items() if key not in unset}
 
     @property
     def is_planned(self) -> bool:

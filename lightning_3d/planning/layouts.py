@@ -203,6 +203,8 @@ def search(
     predict: Callable[[Layout], Prediction],
     too_large: Callable[[Layout], str | None],
     num_samples: int,
+    *,
+    keeps_replicas: bool = False,
 ) -> Choice:
     """Predict what may be the fastest, until nothing else can be.
 
@@ -211,6 +213,7 @@ def search(
         predict: Raises where a layout can't run.
         too_large: Why a layout does not fit, whatever its activations take, or None.
         num_samples: Of a replica's batch.
+        keeps_replicas: Whether every rank stays a replica as long as that fits, whatever would be faster.
     """
     predicted, refused = dict[Layout, Prediction](), dict[Layout, str]()
 
@@ -235,6 +238,8 @@ def search(
         share = predicted[first].computing / predicted[first].seconds
         if share >= 1 - _ENOUGH and not predicted[first].recomputes:
             return chosen(first, f"ranks compute in {share:.0%} of its step, and it fits")
+        if keeps_replicas:
+            return chosen(first, "it fits, and a step has as many samples as with DDP; layout=planned compares all")
     stage = 1 if first is None else first.zero_stage
     others = [each for each in layouts if not each.is_replicas and (each.dp == 1 or each.zero_stage in (stage, 3))]
     num_left = _MOST_PLANNED

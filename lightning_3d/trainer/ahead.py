@@ -254,7 +254,8 @@ def search_layout(
 
     replicas = layouts[0].of(config)
     ahead.observe(replicas, resolve_mesh_shape(replicas, world_size))
-    return search(layouts, predict, partial(too_large, ahead.module, config, memory, ahead.num_states), num_samples)
+    why_not = partial(too_large, ahead.module, config, memory, ahead.num_states)
+    return search(layouts, predict, why_not, num_samples, keeps_replicas=config.layout == "auto")
 
 
 def too_large(

@@ -26,6 +26,7 @@ from lightning_3d.distributed.mesh import (
     warn_of_slow_groups,
 )
 from lightning_3d.distributed.objects import broadcast_object, default_backends
+from lightning_3d.distributed.rng import Generators
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.ranks.restarts import store_of_start
@@ -133,6 +134,7 @@ class RanksStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         shape = self._shape
+        self._before_seed = Generators(self.root_device).states()
         if shape.dp > 1:  # as DDP does; a single replica goes on with the random numbers of one process
             reset_seed()
         self.set_world_ranks()
@@ -148,6 +150,12 @@ class RanksStrategy(ParallelStrategy):
             check_same_settings(self._module.trainer, self.config)
         warn_of_slow_groups(shape, self.num_processes)
         self._make_mesh()
+
+    def _change_mesh(self) -> None:
+        """Make that of settings that were chosen since."""
+        self._make_mesh()
+        if self.mesh.shape.dp == 1:
+            Generators(self.root_device).restore(self._before_seed)
 
     def _make_mesh(self) -> None:
         """Give each rank its place, as it is configured now."""
