@@ -12,9 +12,8 @@ shapes of batches have changed, counts operations while it runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch.profiler import profile, supported_activities
 
 from lightning_3d.callbacks.outlets import RowFile, RowTable
 from lightning_3d.callbacks.peaks import peak_tflops
+from lightning_3d.callbacks.rows import Amount, amounts, rates, times_and_memory
 from lightning_3d.callbacks.timeline import ScheduleTimeline
 from lightning_3d.distributed.around_collectives import around_collectives
 from lightning_3d.distributed.device_memory import host_memory
@@ -49,19 +49,6 @@ _UNMEASURED = "telemetry"
 
 _TRACED = 3
 """The step that is traced, counted from 0, or the next one that is not measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Amount:
-    """The work of this rank: steps, samples, tokens, floating-point operations."""
-
-    steps: int = 0
-    samples: int = 0
-    tokens: int = 0
-    flops: int = 0
-
-    def __add__(self, other: _Amount) -> _Amount:
-        return _Amount(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 class Telemetry(L.Callback):
@@ -129,7 +116,7 @@ class Telemetry(L.Callback):
             rank_zero_info(f"Telemetry leaves out mfu: it knows no peak of {self._device}; set peak_tflops")
         self._phases = _phases(strategy)
         self._index, self._is_in_step, self._num_stepped = 0, False, trainer.global_step
-        self._counted, self._is_traced = _Amount(), self.trace is None
+        self._counted, self._is_traced = Amount(), self.trace is None
         self._shapes: list[torch.Size] | None = None
         self._norm: Tensor | None = None
         self._device_peak = 0
@@ -144,7 +131,7 @@ class Telemetry(L.Callback):
             self._begin_step(_strategy(trainer), batch)
         if self._counter is not None:
             self._counting.enter_context(self._counter)
-        self._done += _Amount(samples=num_samples(batch), tokens=(self.tokens or _num_ids)(batch))
+        self._done += Amount(samples=num_samples(batch), tokens=(self.tokens or _num_ids)(batch))
         self._enter("forward")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
@@ -218,7 +205,7 @@ class Telemetry(L.Callback):
     def _begin_interval(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._start, self._total, self._has_counted = time.perf_counter(), _Amount(), False
+        self._start, self._total, self._has_counted = time.perf_counter(), Amount(), False
 
     def _close(self) -> None:
         for stack in (self._counting, self._measuring, self._run):
@@ -228,7 +215,7 @@ class Telemetry(L.Callback):
     # ---- a step
 
     def _forget_step(self) -> None:
-        self._done = _Amount(steps=1)
+        self._done = Amount(steps=1)
         self._logs = False  # whether a row follows
         self._recorder: SpanRecorder | None = None
         self._counter: FlopCounter | None = None
@@ -290,7 +277,7 @@ class Telemetry(L.Callback):
     def _end_step(self) -> None:
         self._measuring.close()
         if self._counter is not None:
-            self._counted = self._done + _Amount(flops=self._counter.flops)
+            self._counted = self._done + Amount(flops=self._counter.flops)
         if self._profile is not None:
             assert self.trace is not None
             self.trace.mkdir(parents=True, exist_ok=True)
@@ -301,12 +288,12 @@ class Telemetry(L.Callback):
     # ---- a row
 
     def _log(self, trainer: L.Trainer) -> None:
-        own = {**vars(self._total), **{f"counted_{name}": n for name, n in vars(self._counted).items()}}
-        own |= self._memory() | self._times()
+        own = amounts(self._total, self._counted) | self._memory() | self._times()
         own["seconds"] = time.perf_counter() - self._start  # the times were read from the device
         everyone: list[Any] = [None] * self._mesh.shape.world_size
         dist.all_gather_object(everyone, own)
-        row: dict[str, float | None] = {"step": trainer.global_step, **self._rates(everyone), **self._means(everyone)}
+        row: dict[str, float | None] = {"step": trainer.global_step, **rates(everyone, self._mesh.shape, self._peak)}
+        row |= times_and_memory(everyone, self._phases)
         row["gradient_norm"] = None if self._norm is None else float(self._norm)
         if (precision := _precision(_strategy(trainer))).scales_losses:
             row["loss_scale"] = precision.loss_scale
@@ -319,33 +306,6 @@ class Telemetry(L.Callback):
             self._file.write({**row, **by_rank})
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=logging_step(trainer))
-
-    def _rates(self, ranks: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
-        """The work of all ranks by time."""
-        shape = self._mesh.shape
-        replicas = [ranks[shape.replica_ranks(dp)[0]] for dp in range(shape.dp)]
-        unit = "tokens" if any(rank["tokens"] for rank in replicas) else "samples"
-        done, counted = (sum(rank[name] for rank in replicas) for name in (unit, f"counted_{unit}"))
-        seconds = max(rank["seconds"] for rank in ranks)
-        flops = sum(rank["counted_flops"] for rank in ranks)
-        tflops = flops / counted * done / seconds / shape.world_size / 1e12 if counted else None
-        rates: dict[str, float | None] = {"seconds_per_step": seconds / ranks[0]["steps"]}
-        rates["samples_per_second"] = sum(rank["samples"] for rank in replicas) / seconds
-        if unit == "tokens":
-            rates["tokens_per_second"] = done / seconds
-        rates["tflops_per_device"] = tflops
-        if self._peak is not None:
-            rates["mfu"] = None if tflops is None else tflops / self._peak
-        return rates
-
-    def _means(self, ranks: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
-        """Times as means over the ranks, memory of the rank with the most."""
-        found: dict[str, float | None] = {}
-        for name in (f"time/{phase}" for phase in ("step", *self._phases)):
-            times = [rank[name] for rank in ranks if name in rank]
-            found[name] = sum(times) / len(times) if times else None
-        memory = (name for name in ranks[0] if name.startswith("memory/"))
-        return found | {name: max(rank[name] for rank in ranks) for name in memory}
 
     def _times(self) -> dict[str, float]:
         """Seconds of the phases of this rank's step, if they were measured; all ranks of a pipeline call it."""

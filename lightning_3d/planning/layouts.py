@@ -198,6 +198,12 @@ def ranked(predicted: Mapping[Layout, Prediction]) -> list[Layout]:
     return [equal[0], *(each for each in order if each != equal[0])]
 
 
+def _is_slower(layout: Layout, predicted: Mapping[Layout, Prediction], first: Layout) -> bool:
+    """Whether it can't be the fastest, even if its ranks shared evenly what a replica computes, as in ``first``."""
+    fastest = min(seen.seconds / each.dp for each, seen in predicted.items())
+    return predicted[first].computing / layout.world_size / (1 - layout.idle) >= fastest
+
+
 def search(
     layouts: Sequence[Layout],
     predict: Callable[[Layout], Prediction],
@@ -246,11 +252,8 @@ def search(
     for layout in sorted(others, key=lambda each: (each.idle, each.zero_stage)):
         if replace(layout, zero_stage=stage) in predicted:
             continue
-        if first is not None:
-            seconds = min(seen.seconds / each.dp for each, seen in predicted.items())
-            least = predicted[first].computing / layout.world_size / (1 - layout.idle)
-            if least >= seconds:
-                continue
+        if first is not None and _is_slower(layout, predicted, first):
+            continue
         why_not = too_large(layout)
         num_left -= why_not is None
         if num_left < 0:
