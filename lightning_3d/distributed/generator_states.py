@@ -1,4 +1,4 @@
-"""States of random generators in types that ``torch.load(weights_only=True)`` reads: tensors, numbers and lists."""
+"""States of random generators in types that ``torch.load(weights_only=True)`` reads: tensors and numbers."""
 
 from __future__ import annotations
 
@@ -67,20 +67,26 @@ def states_kept(generators: Iterable[Any]) -> Iterator[None]:
 
 def packed(generator: Any) -> dict[str, Any]:
     """The state of a generator, for a checkpoint."""
-    return {"kind": type(generator).__name__, "state": _with_lists(state_of(generator))}
+    return {"kind": type(generator).__name__, "state": _tensors_in(state_of(generator))}
 
 
 def unpack(saved: Mapping[str, Any], generator: Any) -> bool:
     """Set a generator to what `packed` gave; returns whether it is of the same kind, else it stays."""
     if saved["kind"] != type(generator).__name__:
         return False
-    set_state(generator, saved["state"])
+    state = saved["state"]
+    set_state(generator, state if isinstance(generator, torch.Generator) else _like_python(state))
     return True
 
 
 def packed_states(states: RandomStates) -> dict[str, Any]:
     """Snapshots of the default generators, for a checkpoint."""
-    return {"cpu": states.cpu, "device": states.device, "python": states.python, "numpy": _with_lists(states.numpy)}
+    return {
+        "cpu": states.cpu,
+        "device": states.device,
+        "python": _tensors_in(states.python),
+        "numpy": _tensors_in(states.numpy),
+    }
 
 
 def unpacked_states(saved: Mapping[str, Any], now: RandomStates) -> RandomStates:
@@ -90,13 +96,31 @@ def unpacked_states(saved: Mapping[str, Any], now: RandomStates) -> RandomStates
         now: Where the generators are.
     """
     device = saved["device"] if isinstance(saved["device"], Tensor) and now.device is not None else now.device
-    return RandomStates(cpu=saved["cpu"], device=device, python=saved["python"], numpy=saved["numpy"])
+    return RandomStates(
+        cpu=saved["cpu"], device=device, python=_like_python(saved["python"]), numpy=_like_python(saved["numpy"])
+    )
 
 
-def _with_lists(state: Any) -> Any:
-    """A state with lists in place of arrays, which NumPy's generators take as well."""
+def _tensors_in(state: Any) -> Any:
+    """A state with tensors in place of arrays and of long tuples of integers."""
     if isinstance(state, np.ndarray):
-        return state.tolist()
+        return {"dtype": state.dtype.name, "bytes": torch.frombuffer(bytearray(state.tobytes()), dtype=torch.uint8)}
     if isinstance(state, dict):
-        return {key: _with_lists(value) for key, value in state.items()}
-    return tuple(map(_with_lists, state)) if isinstance(state, tuple) else state
+        return {key: _tensors_in(value) for key, value in state.items()}
+    if isinstance(state, tuple) and len(state) > 100:  # that of Python's generator
+        return torch.tensor(state, dtype=torch.int64)
+    if isinstance(state, tuple):
+        return tuple(_tensors_in(value) for value in state)
+    return state
+
+
+def _like_python(saved: Any) -> Any:
+    if isinstance(saved, Tensor):
+        return tuple(saved.tolist())
+    if isinstance(saved, dict) and saved.keys() == {"dtype", "bytes"}:
+        return np.frombuffer(saved["bytes"].numpy().tobytes(), dtype=saved["dtype"]).copy()
+    if isinstance(saved, dict):
+        return {key: _like_python(value) for key, value in saved.items()}
+    if isinstance(saved, tuple):
+        return tuple(_like_python(value) for value in saved)
+    return saved
