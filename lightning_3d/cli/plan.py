@@ -97,7 +97,7 @@ def run(chosen: Namespace) -> None:
             given.module, batch, given.config, ThreeDPrecision(given.precision), chosen.states
         )
         choice, planned = planned_on(given.world_size)
-        scaling = {} if chosen.report is None else _scaling(planned_on, given.world_size, num_samples(batch))
+        scaling = {} if chosen.report is None else _scaling(planned, planned_on, num_samples(batch))
     if chosen.report is not None:
         _report(chosen.report, planned, type(given.module).__name__, scaling)
     if chosen.json:
@@ -107,19 +107,18 @@ def run(chosen: Namespace) -> None:
 
 
 def _scaling(
-    planned_on: Callable[[int], tuple[Choice | None, PlannedAhead]], world_size: int, num_samples: int
+    planned: PlannedAhead, planned_on: Callable[[int], tuple[Choice | None, PlannedAhead]], num_samples: int
 ) -> dict[int, float]:
     """Number of ranks -> predicted samples per second; of halves of the ranks, as far as they can train the model."""
-    found: dict[int, float] = {}
-    for halvings in range(_HALVINGS + 1):
-        size, rest = divmod(world_size, 2**halvings)
+    plans, size = [planned], planned.plan.shape.world_size
+    for _ in range(_HALVINGS):
+        size, rest = divmod(size, 2)
         if rest:
             break
         with suppress(ThreeDError):  # too few ranks for the sizes that are set, or for the memory
-            planned = planned_on(size)[1]
-            if planned.seconds is not None:
-                found[size] = num_samples * planned.plan.shape.dp / planned.seconds.total
-    return found
+            plans.append(planned_on(size)[1])
+    shapes = [(each.plan.shape, each.seconds) for each in plans]
+    return {shape.world_size: num_samples * shape.dp / of.total for shape, of in shapes if of is not None}
 
 
 def _report(path: Path, planned: PlannedAhead, name: str, scaling: Mapping[int, float]) -> None:

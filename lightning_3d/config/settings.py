@@ -133,7 +133,7 @@ class ThreeDConfig:
 
         """
         config: ThreeDConfig = _read_section(cls, mapping)
-        is_set = any(mapping.get(section) for section in _PLANNED)
+        is_set = isinstance(mapping, Mapping) and any(mapping.get(section) for section in _PLANNED)
         return replace(config, layout="given") if config.layout == "auto" and is_set else config
 
     @classmethod
