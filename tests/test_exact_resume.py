@@ -168,7 +168,14 @@ class Run:
 
 
 def _trained(
-    layout: Layout | None, case: Case, saves: Saves, *, other_numbers: bool = False, path: str | None = None
+    layout: Layout | None,
+    case: Case,
+    saves: Saves,
+    *,
+    other_numbers: bool = False,
+    path: str | None = None,
+    max_steps: int = -1,
+    saved_at_end: str | None = None,
 ) -> Run:
     """Train; `other_numbers`: with other random states than a run has that was just seeded, as an unseeded one has."""
     L.seed_everything(1, verbose=False)
@@ -181,12 +188,15 @@ def _trained(
         strategy="auto" if layout is None else layout.strategy(),
         devices=1 if layout is None else layout.world_size,
         max_epochs=EPOCHS,
+        max_steps=max_steps,
         callbacks=[saves],
         precision=case.precision,
         enable_checkpointing=False,
         **QUIET,
     )
     trainer.fit(model, _loader(case.data, 1 if layout is None else layout.dp), ckpt_path=path)
+    if saved_at_end is not None:
+        trainer.save_checkpoint(saved_at_end)
     return Run(saves.losses, whole_state(trainer))
 
 
@@ -225,3 +235,23 @@ def test_losses_go_on_to_the_bit(workers: WorkerPools, layout: Layout, case: Cas
         for path, (start, run) in resumed.items():
             assert run.losses == whole.losses[start:], path
             assert all(torch.equal(run.weights[fqn], value) for fqn, value in whole.weights.items()), path
+
+
+def _uninterrupted_and_cut(layout: Layout, max_steps: int) -> tuple[list[float], dict[str, list[float]]]:
+    """The losses of a run, and of those that go on where `max_steps` cut another, by file and limit."""
+    whole = _trained(layout, DRAWING, Saves())
+    cut = Saves(after_epoch=(max_steps - 1) // BATCHES)
+    _trained(layout, DRAWING, cut, max_steps=max_steps, saved_at_end="fit.ckpt")
+    resumed = {
+        f"{path}, {limit}": cut.losses + _trained(layout, DRAWING, Saves(), path=path, max_steps=limit).losses
+        for path, limit in (("epoch.ckpt", BATCHES * EPOCHS), ("fit.ckpt", BATCHES * EPOCHS), ("fit.ckpt", -1))
+    }
+    return whole.losses, resumed
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("max_steps", [7, 2 * BATCHES], ids=["in the middle of an epoch", "at its end"])
+def test_a_run_goes_on_where_max_steps_cut_it(workers: WorkerPools, layout: Layout, max_steps: int) -> None:
+    for whole, resumed in workers(layout.world_size).run(_uninterrupted_and_cut, layout, max_steps):
+        for file, losses in resumed.items():
+            assert losses == whole, file

@@ -49,6 +49,8 @@ class Resuming:
         with ExitStack() as stack:
             stack.enter_context(data_loops.called_before_iteration(self._trainer, self._note_iterator))
             stack.enter_context(data_loops.epochs_begun(self._trainer, self._begin))
+            if self._reads_again:
+                stack.enter_context(data_loops.epochs_kept(self._trainer))
             yield
 
     def state(self) -> dict[str, Any]:

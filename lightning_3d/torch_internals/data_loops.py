@@ -11,6 +11,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.loop import _Loop
 
 from lightning_3d.torch_internals.modules import attributes_replaced
 
@@ -52,6 +53,30 @@ def epochs_begun(trainer: Trainer, begin: Callable[[Fetcher, Callable[[], None]]
         begin(fetcher, lambda: on_run_start(fetcher))
 
     with attributes_replaced(loop, {"on_run_start": start, "reset": quiet}):
+        yield
+
+
+@contextmanager
+def epochs_kept(trainer: Trainer) -> Iterator[None]:
+    """Let a resumed fit go on with the rest of an epoch that was cut, and after a complete one with the next.
+
+    Lightning counts an epoch that ``max_steps`` or ``should_stop`` has cut as complete, and trains as many batches of
+    the next as were left. After a complete one, a fit with ``max_steps`` trains one batch as an epoch of its own.
+    """
+    loop = trainer.fit_loop
+    reset = loop.reset
+
+    def reset_kept() -> None:
+        epochs: Any = loop.epoch_progress
+        batches = loop.epoch_loop.batch_progress
+        if loop.is_resuming and batches.current.ready and epochs.current.processed == epochs.current.ready:
+            if not batches.is_last_batch:
+                for counts in (epochs.total, epochs.current):
+                    counts.processed = counts.completed = counts.ready - 1
+            _Loop.restarting.fset(loop, not batches.is_last_batch)  # type: ignore[attr-defined]
+        reset()
+
+    with attributes_replaced(loop, {"reset": reset_kept}):
         yield
 
 
