@@ -55,6 +55,7 @@ def _peaks(layout: Layout, settings: Mapping[str, Any]) -> tuple[int, int]:
 
 PEAKS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv"), "none", {}),
+    "tp2": (Layout(tp=2), "none", {}),
     "compiled": (Layout(compile_backend="aot_eager"), "selective", {}),
     "zero3": (Layout(dp=2, zero=3), "full", {"precision": "64-true"}),
     "copies of weights by autocast": (
@@ -70,7 +71,7 @@ def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, name: str)
     layout, mode, settings = PEAKS[name]
     layout = replace(layout, activations={**LARGE, "recompute": mode})
     for predicted, measured in workers(layout.world_size).run(_peaks, layout, settings):
-        assert predicted == pytest.approx(measured, rel=0.1)
+        assert 0.95 < predicted / measured < 1.1
 
 
 def _warnings_of_batches(layout: Layout, sizes: list[int]) -> list[str]:

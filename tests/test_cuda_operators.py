@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lightning_3d.activations.selective import is_costly
-from lightning_3d.memory.block_cost import FORMULAS
+from lightning_3d.memory.flop_counter import FORMULAS
 from lightning_3d.torch_internals.dispatch import draws_random_numbers
 
 aten = torch.ops.aten

@@ -5,8 +5,7 @@ A block of each kind is measured once. Nothing is computed and nothing of it sta
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,19 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d.activations.collective_mode import CollectiveMode
 from lightning_3d.activations.selective import is_costly
 from lightning_3d.config.activations import Mode
 from lightning_3d.distributed.machine import Work
 from lightning_3d.distributed.rng import random_states_kept
+from lightning_3d.memory.flop_counter import flops_of
 from lightning_3d.model.kinds import kind_of
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_forward import PlannedForward
 from lightning_3d.torch_internals.autograd import is_cast_of_leaf
-from lightning_3d.torch_internals.dispatch import GROUPED_MM, SCALED_GROUPED_MM
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.trace.fake_blocks import with_state
@@ -37,23 +35,6 @@ from lightning_3d.trace.trace import Trace
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a block, with a ``TensorMeta`` in place of each tensor."""
 
-
-def _flops_of_grouped(input: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    """Floating-point operations of a product per expert, [M, K] and [G, K, N]."""
-    return 2 * math.prod(input) * weight[-1]
-
-
-def _flops_of_added(into: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
-    """Floating-point operations of a product that is added in place."""
-    return 2 * math.prod(left) * right[-1]
-
-
-FORMULAS = {
-    GROUPED_MM: _flops_of_grouped,
-    SCALED_GROUPED_MM: _flops_of_grouped,
-    torch.ops.aten.addmm_: _flops_of_added,
-}
-"""Formulas of products that torch's counter of operations does not know."""
 
 FLOPS_PER_BYTE = 32
 """Operations of a device while it writes a byte, about; weighs products of matrices against other operators."""
@@ -179,21 +160,12 @@ def block_cost(
         return with_state(block, {**parameters, **buffers}, call)
 
     fakes = on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True))
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-    with random_states_kept(), preserved(block), torch.inference_mode(False), fakes, counter:
+    with random_states_kept(), preserved(block), torch.inference_mode(False), fakes:
         with torch.no_grad():
-            alone: int = run(_peak_alone)
-        flops = counter.get_total_flops()
+            alone: _LiveBytes = run(_forward_alone)
         with torch.enable_grad():
             cost: BlockCost = run(_forward_and_backward)
-        both = counter.get_total_flops() - flops
-    return replace(
-        cost,
-        forward_alone=alone,
-        full_time=flops + cost.selective_time,
-        time=both + cost.time,
-        flops=both,
-    )
+    return replace(cost, forward_alone=alone.peak, full_time=alone.flops + cost.selective_time)
 
 
 def _parameters(block: nn.Module, device: torch.device, planned: PlannedForward | None) -> dict[str, Tensor]:
@@ -209,14 +181,15 @@ def _parameters(block: nn.Module, device: torch.device, planned: PlannedForward 
     return {fqn: made[parameter] for fqn, parameter in found.items()}
 
 
-def _peak_alone(forward: Callable[[], list[Any]]) -> int:
-    with _LiveBytes() as live:
+def _forward_alone(forward: Callable[[], list[Any]]) -> _LiveBytes:
+    live = _LiveBytes()
+    with live:
         forward()
-    return int(live.peak)
+    return live
 
 
 def _forward_and_backward(forward: Callable[[], list[Any]]) -> BlockCost:
-    """All but what a forward alone tells; times are those of operators that write."""
+    """All but what a forward alone tells."""
     casts = set[StorageWeakRef]()
 
     def note(tensor: Tensor) -> Tensor:
@@ -243,7 +216,8 @@ def _forward_and_backward(forward: Callable[[], list[Any]]) -> BlockCost:
             backward=live.peak - before,
             full_time=0,
             selective_time=FLOPS_PER_BYTE * cheap,
-            time=FLOPS_PER_BYTE * sum(live.sizes.values()),
+            time=live.flops + FLOPS_PER_BYTE * sum(live.sizes.values()),
+            flops=live.flops,
             num_calls=live.num_calls,
         )
 
@@ -257,7 +231,7 @@ class _LiveBytes(CollectiveMode):
         """Bytes of all that were made; references keep the addresses of those that are gone from being used again."""
         self.costly: set[StorageWeakRef] = set()
         """Results of operators and collectives that selective recomputation keeps."""
-        self.num_calls = 0
+        self.num_calls = self.flops = 0
         self.alive: set[StorageWeakRef] = set()
         """Storages that are not freed, as of the last look."""
         self._used_up: set[StorageWeakRef] = set()
@@ -269,6 +243,7 @@ class _LiveBytes(CollectiveMode):
         self.num_calls += 1
         given = _storages((args, kwargs))
         results = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs or {}, results)
         for storage, num_bytes in _storages(results).items():
             if storage in given or storage in self.sizes:
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,35 +11,59 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_3d.memory.block_cost import FORMULAS
 from lightning_3d.torch_internals.autograd import is_in_backward
-from lightning_3d.torch_internals.dispatch import OperatorMode
+from lightning_3d.torch_internals.dispatch import GROUPED_MM, SCALED_GROUPED_MM, OperatorMode
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 
-class FlopCounter(OperatorMode):
-    """Counts products of matrices, convolutions and attention on this rank, as torch's ``FlopCounterMode`` does.
+def _flops_of_grouped(input: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Floating-point operations of a product per expert, [M, K] and [G, K, N]."""
+    return 2 * math.prod(input) * weight[-1]
 
-    That one hooks every module to name what it counts, and stages would take its hooks for the model's own.
+
+def _flops_of_added(into: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+    """Floating-point operations of a product that is added in place."""
+    return 2 * math.prod(left) * right[-1]
+
+
+FORMULAS = {
+    GROUPED_MM: _flops_of_grouped,
+    SCALED_GROUPED_MM: _flops_of_grouped,
+    torch.ops.aten.addmm_: _flops_of_added,
+}
+"""Formulas of products that torch's counter of operations does not know."""
+
+_REGISTRY = FlopCounterMode(display=False, custom_mapping=FORMULAS).flop_registry
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """The floating-point operations of an operator that has run, by torch's formula for it.
+
+    ``FlopCounterMode`` itself hooks every module to name what it counts, and stages would take its hooks for the
+    model's own; it also hooks their results, which a shard of a tensor refuses.
     """
+    formula = _REGISTRY.get(getattr(func, "overloadpacket", func))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+class FlopCounter(OperatorMode):
+    """Counts products of matrices, convolutions and attention on this rank, as torch's ``FlopCounterMode`` does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
         """Operations of forwards and backwards; recomputation adds none."""
         self.is_on = True
-        self._formulas = FlopCounterMode(display=False, custom_mapping=FORMULAS).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # it calls the operator on its shards, which comes here
         result = func(*args, **(kwargs or {}))
-        formula = self._formulas.get(getattr(func, "overloadpacket", func))
         # In a backward autograd is on only while a forward is computed again.
         is_again = is_in_backward() and torch.is_grad_enabled()
-        if formula is not None and self.is_on and not is_again and not _is_without_data(args):
-            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        if self.is_on and not is_again and not _is_without_data(args):
+            self.flops += flops_of(func, args, kwargs or {}, result)
         return result
 
 
