@@ -99,8 +99,10 @@ def cross_entropy_of(rows: Tensor, head: Head, call: CrossEntropy) -> Tensor:
     Returns:
         0-d, or ``[N]`` with ``reduction="none"``; fp32 or wider.
     """
-    gradients = _Gradients(rows, head, replace(call, input=rows.detach(), target=call.target.reshape(-1)))
-    seed = gradients.seed()
+    call = replace(call, input=rows.new_empty(0), target=call.target.reshape(-1))
+    gradients = _Gradients(head, call)
+    shape = (len(rows),) if call.reduction == "none" else ()
+    seed = _Weights.apply(head.weight, head.bias, rows.detach(), gradients, shape)  # type: ignore[no-untyped-call]
     return cast(Tensor, _Loss.apply(rows, seed, gradients))  # type: ignore[no-untyped-call]  # torch 2.13
 
 
@@ -114,11 +116,10 @@ class _Made:
 
 
 class _Gradients:
-    """Loss and gradients of one call, which the two nodes of its graph share."""
+    """Loss and gradients of one call, which the two nodes of its graph share; it holds no rows, which nodes release."""
 
-    def __init__(self, rows: Tensor, head: Head, call: CrossEntropy) -> None:
-        self.wide = torch.promote_types(head.dtype, torch.float32)
-        self.rows, self.call = call.input, call
+    def __init__(self, head: Head, call: CrossEntropy) -> None:
+        self.wide, self.call = torch.promote_types(head.dtype, torch.float32), call
         self.weight, self.bias = head.weight, head.bias  # the nodes of the graph
         weight, bias = (None if tensor is None else tensor.detach() for tensor in (head.weight, head.bias))
         self.head = replace(head, weight=weight, bias=bias)
@@ -128,20 +129,22 @@ class _Gradients:
         self.comes_late = is_by_row or head.dtype == torch.float16
         self.normaliser = _normaliser(call).to(self.wide) if call.reduction == "mean" else None
 
-    def seed(self) -> Tensor:
-        """Stands for the weights in the graph of the loss; gets the gradient of the loss."""
-        shape = (len(self.rows),) if self.call.reduction == "none" else ()
-        return cast(Tensor, _Weights.apply(self.weight, self.bias, self, shape))  # type: ignore[no-untyped-call]
-
     def run(
-        self, factor: Tensor | None, *, of_rows: bool = False, of_weight: bool = False, of_bias: bool = False
+        self,
+        rows: Tensor,
+        factor: Tensor | None,
+        *,
+        of_rows: bool = False,
+        of_weight: bool = False,
+        of_bias: bool = False,
     ) -> tuple[Tensor, _Made]:
         """The losses, and the gradients asked for.
 
         Args:
+            rows: Without a gradient.
             factor: The gradient of the loss, 0-d or ``[N]``; None for 1.
         """
-        rows, made, losses = self.rows, _Made(), []
+        made, losses = _Made(), []
         head = self.head.cast()
         if of_rows:
             made.rows = torch.empty_like(rows)
@@ -151,7 +154,7 @@ class _Gradients:
         if of_bias:
             assert head.bias is not None
             made.bias = torch.zeros_like(head.bias, dtype=self.wide)
-        scale = self._scale(factor)
+        scale = self._scale(factor, rows.device)
         for part in chunks(len(rows), head.most_classes, rows.device.type):
             own = rows[part].to(head.dtype)
             call = replace(self.call, target=self.call.target[part])
@@ -179,9 +182,9 @@ class _Gradients:
             elif made.weight is not None:
                 made.weight += gradient.t() @ rows
 
-    def _scale(self, factor: Tensor | None) -> Tensor:
+    def _scale(self, factor: Tensor | None, device: torch.device) -> Tensor:
         """The gradient of the losses of rows, 0-d or ``[N]``."""
-        scale = torch.ones((), dtype=self.wide, device=self.rows.device) if factor is None else factor.to(self.wide)
+        scale = torch.ones((), dtype=self.wide, device=device) if factor is None else factor.to(self.wide)
         if self.normaliser is None:
             return scale
         counted = self.call.target != self.call.ignore_index  # rows that count without any weight have a NaN each
@@ -247,15 +250,15 @@ class _Loss(torch.autograd.Function):
         is_early = gradients.has_backward and not gradients.comes_late
         weight, bias = gradients.weight, gradients.bias
         loss, made = gradients.run(
+            rows,
             None,
             of_rows=is_early and rows.requires_grad,
             of_weight=is_early and weight is not None and weight.requires_grad,
             of_bias=is_early and bias is not None and bias.requires_grad,
         )
-        ctx.of_rows, gradients.made = made.rows, made if is_early else None
+        ctx.is_early, gradients.made = is_early, made if is_early else None
+        ctx.save_for_backward(made.rows if is_early else rows, None if is_early else weight)
         made.rows = None
-        if not is_early:
-            ctx.save_for_backward(rows, weight)
         return loss
 
     @staticmethod
@@ -263,35 +266,42 @@ class _Loss(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, gradient, None
         _refuse_second_order()
-        if ctx.of_rows is not None:  # kept, as a schedule that splits the backward comes twice
-            return ctx.of_rows * gradient.to(ctx.of_rows.dtype).reshape(-1, 1), gradient, None
-        ctx.saved_tensors  # noqa: B018  # raises where they were changed in place
-        return ctx.gradients.run(gradient, of_rows=True)[1].rows, gradient, None
+        saved, _ = ctx.saved_tensors  # raises where the rows or the weight were changed in place
+        if ctx.is_early:
+            return saved * gradient.to(saved.dtype).reshape(-1, 1), gradient, None
+        return ctx.gradients.run(saved, gradient, of_rows=True)[1].rows, gradient, None
 
 
 class _Weights(torch.autograd.Function):
-    """weight, bias -> what stands for them in the graph of the loss."""
+    """weight, bias -> what stands for them in the graph of the loss; gets the gradient of the loss."""
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor | None, bias: Tensor | None, gradients: _Gradients, shape: Sequence[int]
+        ctx: Any,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: Tensor,
+        gradients: _Gradients,
+        shape: Sequence[int],
     ) -> Tensor:
         ctx.gradients = gradients
+        ctx.save_for_backward(rows)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
-        return torch.zeros(shape, dtype=gradients.wide, device=gradients.rows.device)
+        return torch.zeros(shape, dtype=gradients.wide, device=rows.device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         gradients: _Gradients = ctx.gradients
         of_weight, of_bias = ctx.needs_input_grad[:2]
         _refuse_second_order()
         made, gradients.made = gradients.made, None
         if made is None:
-            made = gradients.run(gradient, of_weight=of_weight, of_bias=of_bias)[1]
+            (rows,) = ctx.saved_tensors
+            made = gradients.run(rows, gradient, of_weight=of_weight, of_bias=of_bias)[1]
         else:  # the first backward, which nobody shares them with
             for part in (made.weight, made.bias):
                 if part is not None:
                     part.mul_(gradient)
         weight = made.weight.to(ctx.dtypes[0]) if of_weight and made.weight is not None else None
         bias = made.bias.to(ctx.dtypes[1]) if of_bias and made.bias is not None else None
-        return weight, bias, None, None
+        return weight, bias, None, None, None
