@@ -93,6 +93,7 @@ class StepMemory:
         self._is_unsplit, self._cuts_inputs = config.compile.enabled, config.activations.partition
         self._flow, self._storages = cut(trace, plan.stages_of_calls, plan.num_stages), trace.storages
         tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}
+        self._cut_along_sequence = {fqn for fqn, tensor in tensors.items() if tensor.is_sequence_parallel}
         measured = block_costs(blocks, trace, device, tensors)
         self.costs: dict[str, BlockCost] = {}
         """Block FQN -> what a call takes."""
@@ -263,6 +264,8 @@ class StepMemory:
         inside = cost.kept(mode)
         if mode == "none":
             storages = own.saved & (own.inputs | own.outputs)
+            if call.name in self._cut_along_sequence:  # keeps a slice of its first input, which is inside
+                storages -= self._storages_of(call.inputs[:1])
             return _CallMemory(storages=storages, inside=inside, forward=cost.forward, backward=cost.backward)
         tp, cut_ = self.plan.shape.tp, frozenset[int]()
         if self._cuts_inputs and tp > 1:
