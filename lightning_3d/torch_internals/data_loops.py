@@ -64,9 +64,9 @@ def epochs_kept(trainer: Trainer) -> Iterator[None]:
     the next as were left. After a complete one, a fit with ``max_steps`` trains one batch as an epoch of its own.
     """
     loop = trainer.fit_loop
-    reset = loop.reset
+    run = loop.run
 
-    def reset_kept() -> None:
+    def run_on() -> None:
         epochs: Any = loop.epoch_progress
         batches = loop.epoch_loop.batch_progress
         if loop.is_resuming and batches.current.ready and epochs.current.processed == epochs.current.ready:
@@ -74,9 +74,9 @@ def epochs_kept(trainer: Trainer) -> Iterator[None]:
                 for counts in (epochs.total, epochs.current):
                     counts.processed = counts.completed = counts.ready - 1
             _Loop.restarting.fset(loop, not batches.is_last_batch)  # type: ignore[attr-defined]
-        reset()
+        run()
 
-    with attributes_replaced(loop, {"reset": reset_kept}):
+    with attributes_replaced(loop, {"run": run_on}):
         yield
 
 
