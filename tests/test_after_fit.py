@@ -26,12 +26,13 @@ INPUTS = torch.arange(16)[None]
 
 
 class Recurrent(Model):
-    """A layer that keeps references to its weights, and a norm with statistics."""
+    """A layer that keeps references to its weights, a norm with statistics, and a module that has two names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.recurrent = nn.GRU(16, 16, batch_first=True)
         self.statistics = nn.BatchNorm1d(16, affine=False)
+        self.last = self.norm
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)

@@ -75,9 +75,9 @@ def _slots(root: nn.Module, module: nn.Module) -> Slots:
 def _put_back(
     tensor: Tensor, full: Tensor, parts: Parts | None, owners: list[tuple[nn.Module, str]], *, writeback: bool
 ) -> None:
-    given = full
+    found = [getattr(owner, name) for owner, name in owners]  # before any is put back: a module may have two names
+    full = next((other for other in found if other is not full), full)  # another than was put there
     for owner, name in owners:
-        full = getattr(owner, name) if getattr(owner, name) is not given else full  # another than was put there
         put(owner, name, tensor)
     if writeback and full is not tensor and not tensor.is_meta:
         fill(tensor.detach(), full.detach(), parts)

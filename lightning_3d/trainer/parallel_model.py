@@ -305,7 +305,8 @@ class _Making:
         homes = {block.fqn: plan.stage_ranks[block.stages[0]] for block in plan.blocks}
         inline = InlineStep(self._module, router, Exchange(self._mesh, self._device), homes)
         has_backward = plan.inline is not None
-        calls = CallsBetweenSteps(inline, self._sharing(zero), self._rendezvous, has_backward=has_backward)
+        ranks, met, around = self._sharing(zero), self._rendezvous, zero.root.around
+        calls = CallsBetweenSteps(inline, ranks, met, around, has_backward=has_backward)
         for fqn in homes:
             running(self.blocks[fqn]).joined = calls.run
         return inline

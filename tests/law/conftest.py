@@ -28,12 +28,17 @@ _LATE = (
     "at ZeRO stage 3, gradients of blocks before one that takes gradients in its forward come after on_after_backward"
 )
 
+_READ_BETWEEN = (
+    "inline, a weight that is read between blocks lies on one stage: a call of the model in a hook is refused, not made"
+)
+
 KNOWN = {
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
     "odd-gpt.*zero3.*.hooks": _LATE,
     "linear-on-data.tp*.sequence*": _GATHERED,
     "odd-gpt.tp*.sequence*": _RECOMPUTED,
+    "ties.pp*.inline.calls": _READ_BETWEEN,
 }
 """Defects that the judge has found and that are not mended yet: names of cases -> what is wrong."""
 

@@ -185,9 +185,11 @@ class Judge:
                 yield f"noted {name}: {value:.8g}, expected {wanted:.8g}"
 
     def _close(self, found: float, expected: float) -> bool:
-        """A tenth of the tolerance, as numbers do not grow small as movements do, or some rounding errors."""
+        """A tenth of the tolerance, as numbers do not grow small as movements do, or some rounding errors, also of
+        float32, in which Lightning logs.
+        """
         apart = abs(found - expected)
-        return apart <= max(0.1 * self.tolerance, 16 * self.eps) * max(abs(expected), 1e-3)
+        return apart <= max(0.1 * self.tolerance, 16 * self.eps, 2**-22) * max(abs(expected), 1e-3)
 
     def _tail(self, expected: list[Any]) -> list[Any]:
         """A resumed run has seen the last epoch alone."""

@@ -5,7 +5,8 @@ So each rank runs the whole of ``self(x)`` in a hook, with the same inputs, as i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,11 +24,21 @@ class CallsBetweenSteps:
 
     Args:
         ranks: Those that call together.
+        around: Entered by each call, as by the forward of a step.
         has_backward: Whether a backward may come to what blocks give.
     """
 
-    def __init__(self, inline: InlineStep, ranks: Sequence[int], met: Rendezvous, *, has_backward: bool) -> None:
-        self._inline, self._ranks, self._met, self._has_backward = inline, ranks, met, has_backward
+    def __init__(
+        self,
+        inline: InlineStep,
+        ranks: Sequence[int],
+        met: Rendezvous,
+        around: Callable[[], AbstractContextManager[None]],
+        *,
+        has_backward: bool,
+    ) -> None:
+        self._inline, self._ranks, self._met, self._around = inline, ranks, met, around
+        self._has_backward = has_backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallsBetweenSteps:
         return self
@@ -46,7 +57,7 @@ class CallsBetweenSteps:
         if self._met.is_agreed:
             return call(*args, **kwargs)
         self._met.meet(self._ranks, f"a call of {runner.fqn}")
-        with self._met.agreed():  # blocks inside of it
+        with self._met.agreed(), self._around():  # blocks inside of it
             output = self._inline.on_block(runner, call, args, kwargs)
         self._inline.weights.forget()
         for leaf in () if self._has_backward else tree_leaves(output):
