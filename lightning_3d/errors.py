@@ -19,6 +19,10 @@ class PlanError(ThreeDError, ValueError):
     """The model can't be cut or sharded as asked; names the block or the call."""
 
 
+class MemoryPlanError(PlanError):
+    """A rank does not fit in the memory that it may take."""
+
+
 class TraceError(ThreeDError, RuntimeError):
     """The user's step can't be followed through pipeline stages; names the call and the place.
 

@@ -17,9 +17,12 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.cli import main
+from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.machine import Link, Machine, given_machine
-from lightning_3d.planning.layouts import Choice, Layout, candidates
+from lightning_3d.errors import MemoryPlanError
+from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer import auto_layout
 from lightning_3d.trainer.ahead import Ahead, search_layout
@@ -73,6 +76,32 @@ def test_the_search() -> None:
     assert (nothing.layout, nothing.predicted) == (Layout(dp=4, zero_stage=3), {})
     kept = _chosen(FAST, 8, tensor_parallel_size=4)
     assert {layout.tp for layout in (*kept.predicted, *kept.refused)} == {4}
+    full: dict[str, Any] = {"activations": ActivationsConfig(recompute="full"), "zero": ZeroConfig(bucket_size=1)}
+    recomputed = _chosen(SLOW_LINKS, 4, samples=256, memory=24, **full)
+    assert recomputed.of(ThreeDConfig(layout="planned", **full)).activations.recompute == "full"
+    assert {layout.zero_stage for layout in recomputed.predicted} >= {0, 1}
+    assert max(seen.peak for seen in recomputed.predicted.values()) < max(
+        seen.peak for seen in _chosen(SLOW_LINKS, 4, samples=256, memory=24).predicted.values()
+    )
+    given = _chosen(FAST, 4, samples=256, activations=ActivationsConfig(budget=12 / 1024))
+    assert given.layout == small.layout
+
+
+def test_a_misfit_rules_out_what_takes_more() -> None:
+    layouts = [Layout(dp=8, zero_stage=3)]
+    layouts += [Layout(pp=pp, dp=8 // pp, num_microbatches=pp * n) for pp in (2, 4, 8) for n in (1, 2, 4)]
+    planned: list[Layout] = []
+
+    def predict(layout: Layout) -> Prediction:
+        planned.append(layout)
+        if layout.pp < 8:
+            raise MemoryPlanError("it needs more")
+        return Prediction(seconds=1 / layout.num_microbatches, computing=0.1, peak=1, recomputes=False)
+
+    choice = search(layouts, predict, lambda layout: None, 32)
+    assert choice.layout == Layout(pp=8, dp=1, num_microbatches=32)
+    assert Layout(pp=2, dp=4, num_microbatches=4) not in planned  # after the one of 8 microbatches
+    assert "takes no less memory than pipeline 2" in choice.refused[Layout(pp=2, dp=4, num_microbatches=4)]
 
 
 def test_what_is_set_is_kept() -> None:

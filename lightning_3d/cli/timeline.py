@@ -7,6 +7,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_3d.config.pipeline import PipelineConfig, ScheduleName
+from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.planning.schedule_order import schedule_order
 from lightning_3d.planning.timing import idle_share, play
@@ -44,6 +45,7 @@ def draw_schedule(
     num_ranks, rest = divmod(stages, config.num_local_stages)
     if num_ranks < 1 or rest:
         raise ConfigError(f"{stages} stages can't be shared out to ranks of {config.num_local_stages}")
+    ThreeDConfig(pipeline_parallel_size=num_ranks, pipeline=config)  # refuses what a fit does
     spans = play(schedule_order(schedule, config.stage_ranks(num_ranks), microbatches))
     end = max(span.end for rank in spans for span in rank)
     title = f"{schedule}, {stages} stages, {microbatches} microbatches"

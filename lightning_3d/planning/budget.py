@@ -22,7 +22,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.device_memory import available_memory, total_memory
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.errors import PlanError
+from lightning_3d.errors import MemoryPlanError, PlanError
 from lightning_3d.memory.rank_memory import HeldMemory, RankMemory, size_text
 from lightning_3d.planning.held import HeldAhead, bytes_of
 from lightning_3d.planning.plan import Plan
@@ -210,7 +210,7 @@ def _too_much(
     modes: Mapping[str, Mode],
     *,
     is_least: bool,
-) -> PlanError:
+) -> MemoryPlanError:
     plan = step.plan
     states = held.weights + held.gradients + held.optimizer_states
     num = sum(mode != "none" for mode in modes.values())
@@ -223,7 +223,7 @@ def _too_much(
     further.append("a smaller batch")
     if plan.shape.pp > 1:
         further.append(f"pipeline.num_microbatches above {plan.num_microbatches}")
-    return PlanError(
+    return MemoryPlanError(
         f"Rank {rank} of the pipeline needs {at_least}{size_text(peak)} in a training step, with {num} blocks"
         f" recomputed, but activations.budget is {size_text(budget)}: {size_text(held.weights)} of weights,"
         f" {size_text(held.gradients)} of gradients, {size_text(held.optimizer_states)} of optimizer states and"

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.errors import ThreeDError
+from lightning_3d.errors import MemoryPlanError, ThreeDError
 
-_MOST_PLANNED = 16  # layouts; planning one takes up to seconds
+_MOST_PLANNED = 16  # layouts that fit; planning one takes up to seconds
 _MARGIN = 0.02  # predictions that differ by less count as equal
 _ENOUGH = 0.1  # a layout of plain replicas that waits for a smaller part of its step is taken at once
 _ROUNDS = (1, 2, 4)  # microbatches for each stage of a pipeline
@@ -48,6 +48,15 @@ class Layout:
     def world_size(self) -> int:
         """The number of ranks."""
         return self.pp * self.dp * self.tp
+
+    def takes_more_than(self, other: Layout) -> bool:
+        """Whether a rank has no smaller part of the model and of a batch than in another layout, about."""
+        return (
+            self.pp <= other.pp
+            and self.tp <= other.tp
+            and self.zero_stage <= other.zero_stage
+            and self.num_microbatches <= other.num_microbatches
+        )
 
     @property
     def idle(self) -> float:
@@ -91,7 +100,7 @@ def _candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_
             if pp * dp * tp != world_size or config.data_parallel_size not in ("auto", dp) or not within:
                 continue
             stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 0, 3)
-            for stage in stages if config.zero == ZeroConfig() and dp > 1 else [config.zero.stage]:
+            for stage in stages if config.zero.stage == ZeroConfig().stage and dp > 1 else [config.zero.stage]:
                 for number in _microbatches(config, pp, num_samples):
                     yield Layout(pp=pp, dp=dp, tp=tp, zero_stage=stage, num_microbatches=number)
 
@@ -115,7 +124,7 @@ class Prediction:
     peak: int
     """Bytes of the rank that takes the most."""
     recomputes: bool
-    """Whether blocks are recomputed, to fit."""
+    """Whether blocks are recomputed to fit, where none is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,16 +230,21 @@ def search(
         num_samples: Of a replica's batch.
         keeps_replicas: Whether every rank stays a replica as long as that fits, whatever would be faster.
     """
-    predicted, refused = dict[Layout, Prediction](), dict[Layout, str]()
+    predicted, refused, misfits = dict[Layout, Prediction](), dict[Layout, str](), list[Layout]()
 
-    def look_at(layout: Layout, why_not: str | None) -> None:
-        if why_not is not None:
+    def look_at(layout: Layout) -> None:
+        if (why_not := too_large(layout)) is not None:
             refused[layout] = why_not
+            return
+        if (less := next((each for each in misfits if layout.takes_more_than(each)), None)) is not None:
+            refused[layout] = f"it takes no less memory than {less}, which does not fit"
             return
         try:
             predicted[layout] = predict(layout)
         except ThreeDError as error:
             refused[layout] = str(error)
+            if isinstance(error, MemoryPlanError):
+                misfits.append(layout)
 
     def chosen(layout: Layout, reason: str) -> Choice:
         return Choice(layout=layout, reason=reason, predicted=predicted, refused=refused, num_samples=num_samples)
@@ -238,7 +252,7 @@ def search(
     replicas = [each for each in layouts if each.is_replicas]
     for layout in replicas:
         if layout.zero_stage < 3 or not predicted:  # which sends more
-            look_at(layout, too_large(layout))
+            look_at(layout)
     first = ranked(predicted)[0] if predicted else None
     if first is not None:
         share = predicted[first].computing / predicted[first].seconds
@@ -248,17 +262,15 @@ def search(
             return chosen(first, "it fits, and a step has as many samples as with DDP; layout=planned compares all")
     stage = 1 if first is None else first.zero_stage
     others = [each for each in layouts if not each.is_replicas and (each.dp == 1 or each.zero_stage in (stage, 3))]
-    num_left = _MOST_PLANNED
+    most = len(predicted) + _MOST_PLANNED
     for layout in sorted(others, key=lambda each: (each.idle, each.zero_stage)):
         if replace(layout, zero_stage=stage) in predicted:
             continue
         if first is not None and _is_slower(layout, predicted, first):
             continue
-        why_not = too_large(layout)
-        num_left -= why_not is None
-        if num_left < 0:
+        if len(predicted) == most:
             break
-        look_at(layout, why_not)
+        look_at(layout)
     if not predicted:
         fallback = (replicas or layouts)[-1]  # which holds the least
         return chosen(fallback, f"none is predicted to fit: {refused.get(fallback, 'too large')}")

@@ -233,11 +233,14 @@ def search_layout(
     layouts = candidates(config, world_size, machine.ranks_per_node, num_samples)
     if not layouts:
         raise ConfigError(f"no layout of {world_size} ranks has the sizes that are set: {config}")
-    config = replace(config, activations=replace(config.activations, recompute="auto", budget=None))
+    most = config.activations.budget_bytes(memory or 0, memory or 0)
+    is_free = config.activations.recompute == "none"
+    recompute = "auto" if is_free else config.activations.recompute
+    config = replace(config, activations=replace(config.activations, recompute=recompute, budget="auto"))
 
     def planned(layout: Layout) -> PlannedAhead:
         own = layout.of(config)
-        return ahead.plan(own, resolve_mesh_shape(own, world_size), None if memory is None else memory / GIB, machine)
+        return ahead.plan(own, resolve_mesh_shape(own, world_size), most / GIB or None, machine)
 
     def predict(layout: Layout) -> Prediction:
         found = planned(layout)
@@ -249,7 +252,7 @@ def search_layout(
             seconds=found.seconds.total,
             computing=found.seconds.computing,
             peak=max(rank.peak for rank in found.plan.memory),
-            recomputes=any(block.is_recomputed for block in found.plan.blocks),
+            recomputes=is_free and any(block.is_recomputed for block in found.plan.blocks),
         )
 
     replicas = layouts[0].of(config)
