@@ -43,4 +43,4 @@ def run(chosen: Namespace) -> None:
         result = function(**arguments)
     if isinstance(result, dict):
         result = json.dumps(result, default=str) if is_json else inspection_table(result)
-    show(result or "done")
+    show(result or f"{arguments['target']} is written")

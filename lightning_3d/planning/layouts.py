@@ -274,4 +274,5 @@ def search(
     if not predicted:
         fallback = (replicas or layouts)[-1]  # which holds the least
         return chosen(fallback, f"none is predicted to fit: {refused.get(fallback, 'too large')}")
-    return chosen(ranked(predicted)[0], f"samples take the least time of {len(predicted)} layouts that fit, about")
+    most = f"within {_MARGIN:.0%}, of the {len(predicted)} that were planned and fit"
+    return chosen(ranked(predicted)[0], f"its samples take the least time, {most}")
