@@ -16,11 +16,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_3d.config.deepspeed_keys import BUILT, DISABLED, KEYS, LEFT_OUT, REFUSED, SECTIONS, SETTINGS
+from lightning_3d.config.deepspeed_keys import (
+    BUILT,
+    DISABLED,
+    DTYPES,
+    KEYS,
+    LEFT_OUT,
+    PRECISIONS,
+    REFUSED,
+    SECTIONS,
+    SETTINGS,
+    dtype_name,
+)
 from lightning_3d.errors import ConfigError
 
 _NOTHING = (False, 0, "none")
 """Values by which keys ask for nothing."""
+
+_PARAMETERS = {"16-true": "float16", "bf16-true": "bfloat16", "64-true": "float64"}
+"""A Trainer's precision -> the dtype of parameters, gradients and buffers, where it is not float32."""
 
 
 @dataclass(kw_only=True)
@@ -39,6 +53,9 @@ class FromDeepSpeed:
     micro_batch_size: int | None = None
     """Samples of one replica in a microbatch."""
 
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Key -> the dtype that it asks for, which has to be that of the parameters."""
+
     left_out: dict[str, str] = field(default_factory=dict)
     """Key -> why it has no effect."""
 
@@ -55,7 +72,9 @@ class FromDeepSpeed:
         yield f"Trainer({_arguments(self.trainer)})"
         if self.micro_batch_size is not None:
             yield f"DataLoader(batch_size={self.micro_batch_size * self.num_microbatches})"
-        yield from (f"left out: {key}, which {why}" for key, why in self.left_out.items())
+        if not {"gradient_clip_val", "gradient_clipping"} & {*self.trainer, *self.left_out}:
+            yield "gradient_clipping is not set: DeepSpeed 0.19.4 and newer clip at 1.0 then; here the Trainer decides"
+        yield from (f"{key} is left out: {why}" for key, why in self.left_out.items())
 
     def check(self, num_replicas: int, **trainer: Any) -> None:
         """Refuse a run that is not the one of the config.
@@ -68,24 +87,31 @@ class FromDeepSpeed:
             ConfigError: the Trainer does otherwise, or sizes of batches contradict each other.
         """
         for name, wanted in self.trainer.items():
-            if trainer[name] != wanted:
+            if (trainer[name] or 0) != wanted:
                 raise ConfigError(
                     f"the DeepSpeed config asks for {name}={wanted!r}, but the Trainer has {trainer[name]!r}: set"
                     f" Trainer({name}={wanted!r}), or change the config"
                 )
-        if "gradient_clip_val" in self.trainer and trainer["gradient_clip_algorithm"] == "value":
+        if self.trainer.get("gradient_clip_val") and trainer["gradient_clip_algorithm"] == "value":
             raise ConfigError(
                 "the DeepSpeed config clips the norm of gradients, but the Trainer has gradient_clip_algorithm='value':"
                 " leave it out"
             )
-        steps = self.num_microbatches * self.trainer.get("accumulate_grad_batches", 1)
+        held = _PARAMETERS.get(trainer["precision"], "float32")
+        for key, wanted in self.dtypes.items():
+            if wanted != held:
+                raise ConfigError(
+                    f"the DeepSpeed config has {key}={wanted!r}, but parameters, gradients and buffers are {held} with"
+                    f" precision={trainer['precision']!r}: change one of them, or say leave_out=[{key!r}]"
+                )
+        steps = self.num_microbatches * trainer["accumulate_grad_batches"]
         if self.batch_size is None or self.micro_batch_size is None:
             return
         if self.batch_size != (found := self.micro_batch_size * steps * num_replicas):
             raise ConfigError(
                 f"the DeepSpeed config has train_batch_size={self.batch_size}, but"
-                f" train_micro_batch_size_per_gpu={self.micro_batch_size} x gradient_accumulation_steps={steps} x"
-                f" {num_replicas} replicas are {found}: change one of them"
+                f" train_micro_batch_size_per_gpu={self.micro_batch_size} x {steps} steps of accumulation x"
+                f" {num_replicas} replicas are {found}: change one of them, or the Trainer's accumulate_grad_batches"
             )
 
 
@@ -116,10 +142,15 @@ def read_deepspeed(
         named = {key for key in keys if key == name or key.startswith(f"{name}.")}
         if not named:
             raise ConfigError(f"leave_out names {name!r}, which the DeepSpeed config does not set")
-        read.left_out[name] = "is done in code"
+        read.left_out[name] = "code does it"
         keys = {key: value for key, value in keys.items() if key not in named}
     for key, value in keys.items():
-        _take(read, key, value)
+        section = key.partition(".")[0]
+        if key in KEYS and section in PRECISIONS and not keys.get(f"{section}.enabled"):
+            if value not in _NOTHING:
+                read.left_out[key] = f"{section}.enabled is not true"
+        else:
+            _take(read, key, value)
     if pipeline_parallel_size is not None:
         read.strategy["pipeline_parallel_size"] = pipeline_parallel_size
     _offload(read, keys)
@@ -166,6 +197,8 @@ def _take(read: FromDeepSpeed, key: str, value: Any) -> None:
         raise ConfigError(f"{asked}: {REFUSED[key][1]}. Leave it out")
     if key in LEFT_OUT and value not in _NOTHING:
         read.left_out[key] = LEFT_OUT[key]
+    if key in DTYPES:
+        read.dtypes[key] = dtype_name(value)
     if key in SETTINGS:
         setting, convert = SETTINGS[key]
         _set(read, setting, convert(value))
@@ -185,7 +218,10 @@ def _offload(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
     ):
         section = f"zero_optimization.{name}"
         place = "cpu" if keys.get(f"zero_optimization.{old}") else keys.get(f"{section}.device", "none")
-        if place == "nvme" and (place := keys.get(f"{section}.nvme_path")) is None:
+        path = keys.get(f"{section}.nvme_path")
+        if place != "nvme" and path is not None:
+            read.left_out[f"{section}.nvme_path"] = "the device is not nvme"
+        if place == "nvme" and (place := path) is None:
             raise ConfigError(f"the DeepSpeed config has {section}.device='nvme' and no nvme_path: name a directory")
         if place != "none":
             zero[setting] = place
@@ -209,13 +245,19 @@ def _precision(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
             _set(read, "precision.loss_scale_window", int(keys.get("fp16.loss_scale_window", 1000)))
     elif chosen:
         read.trainer["precision"] = "bf16-true"
-        if keys.get("bf16.bf16_master_weights_and_grads"):
+        direct = bool(keys.get("bf16.bf16_master_weights_and_grads"))
+        if direct != bool(keys.get("bf16.bf16_optimizer_states")):
+            raise ConfigError(
+                "the DeepSpeed config has one of bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states:"
+                " weights that are stepped in bf16 have their states in bf16. Set both, or leave both out"
+            )
+        if direct:
             _set(read, "precision.updates", "direct")
 
 
 def _batches(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
     read.batch_size, read.micro_batch_size = keys.get("train_batch_size"), keys.get("train_micro_batch_size_per_gpu")
-    if keys.get("gradient_clipping"):
+    if "gradient_clipping" in keys:
         read.trainer["gradient_clip_val"] = float(keys["gradient_clipping"])
     if (steps := keys.get("gradient_accumulation_steps")) is None:
         return
@@ -236,5 +278,7 @@ def _activations(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
         _set(read, "activations.every", every)
     if cuts and read.strategy.get("tensor_parallel_size", 1) > 1:
         _set(read, "activations.partition", True)
+    elif cuts:
+        read.left_out["activation_checkpointing.partition_activations"] = "no tensor-parallel ranks share them"
     if offloads:
         _set(read, "activations.offload", True)

@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
+_DTYPES = {
+    **{"fp32": "float32", "float": "float32", "fp16": "float16"},
+    **{"half": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"},
+}
+
+
+def dtype_name(value: Any) -> str:
+    """A dtype as DeepSpeed says it, in torch's word."""
+    name = str(value).lower().removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
+PRECISIONS = ("fp16", "bf16", "bfloat16", "torch_autocast")
+"""Sections whose keys mean nothing until they are enabled."""
+
+DTYPES = ("data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype")
+"""Keys that may ask for nothing but the dtype of parameters."""
 
 SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "communication_data_type": ("zero.communication_dtype", lambda name: _DTYPES.get(str(name).lower(), name)),
+    "communication_data_type": ("zero.communication_dtype", dtype_name),
     "zero_optimization.stage": ("zero.stage", int),
     "zero_optimization.mics_shard_size": ("zero.shard_size", lambda size: size if size > 1 else "auto"),
     "tensor_parallel.autotp_size": ("tensor_parallel_size", lambda size: max(1, int(size))),
@@ -20,7 +36,8 @@ SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 _TOGETHER = """
 gradient_accumulation_steps gradient_clipping train_batch_size train_micro_batch_size_per_gpu
 fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
-bf16.enabled bf16.bf16_master_weights_and_grads bfloat16.enabled torch_autocast.enabled torch_autocast.dtype
+bf16.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bfloat16.enabled
+torch_autocast.enabled torch_autocast.dtype
 zero_optimization.cpu_offload zero_optimization.cpu_offload_param
 zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
 zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
@@ -33,12 +50,17 @@ TOGETHER = frozenset(_TOGETHER.split())
 BUILT = ("optimizer", "scheduler")
 """Sections of what DeepSpeed builds."""
 
+_HALVES = "the scale halves at each overflow, as torch.amp.GradScaler's"
+
 _REFUSED: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("", "managed_gradient_accumulation", (True,), "a Trainer counts the batches of a step"),
     ("", "gradient_allreduce_op", ("mean",), "gradients of replicas are averaged, as under DDP"),
     ("", "sparse_gradients", (False,), "gradients of embeddings are dense"),
     ("", "sequence_parallel_size", (1,), "context parallel is not built; see tensor.sequence_parallel"),
     ("fp16.", "fp16_master_weights_and_grads", (False,), "small updates of fp16 weights would be lost"),
+    ("fp16.", "hysteresis", (1, 2), _HALVES),
+    ("fp16.", "consecutive_hysteresis", (False,), _HALVES),
+    ("fp16.", "min_loss_scale", (1,), "it is 1: an overflow there ends the training"),
     (
         "zero_optimization.",
         "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights",
@@ -63,7 +85,7 @@ _DISABLED: tuple[tuple[str, str, str], ...] = (
     (
         "",
         "progressive_layer_drop eigenvalue sparse_attention quantize_training data_efficiency curriculum_learning"
-        " compression_training hybrid_engine",
+        " compression_training weight_quantization hybrid_engine",
         "it would change the training, and is not done here",
     ),
 )
@@ -73,30 +95,24 @@ _LEFT_OUT: tuple[tuple[str, str, str], ...] = (
     ("", "prescale_gradients gradient_predivide_factor", "gradients are divided by the replicas before their sum"),
     ("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "any optimizer works"),
     ("", "nebula datastates_ckpt", "see checkpoint.async_save"),
-    ("", "aio", "tunes DeepSpeed's own access to disks"),
+    ("", "aio", "it tunes DeepSpeed's own access to disks"),
     (
         "",
-        "steps_per_print wall_clock_breakdown dump_state memory_breakdown flops_profiler log_level comms_logger"
+        "steps_per_print dump_state memory_breakdown flops_profiler log_level comms_logger"
         " tensorboard wandb comet csv_monitor timers",
-        "says what DeepSpeed prints; see the Trainer's loggers, callbacks and profiler",
+        "it says what DeepSpeed prints; see the Trainer's loggers, callbacks and profiler",
     ),
-    ("", "autotuning graph_harvesting compile disable_allgather", "is about how DeepSpeed does it"),
+    ("", "wall_clock_breakdown", "the callback Telemetry() tells how long each part of a step takes"),
+    ("", "vocabulary_size", "DeepSpeed only warns of sizes that tensor cores don't like"),
+    ("", "data_parallel_size", "it is the number of ranks over those of a replica"),
+    ("", "autotuning graph_harvesting compile disable_allgather", "it is about how DeepSpeed does it"),
     ("", "use_data_before_expert_parallelism", "there is no expert parallel"),
-    ("", "seq_parallel_communication_data_type", "there is none without sequence_parallel_size"),
-    ("", "dataloader_drop_last", "is the DataLoader's affair"),
+    ("", "seq_parallel_communication_data_type", "there is no sequence_parallel_size"),
+    ("", "dataloader_drop_last", "it is the DataLoader's affair"),
     ("fp16.", "auto_cast", "inputs are cast with precision='16-true'"),
-    (
-        "fp16.",
-        "hysteresis consecutive_hysteresis min_loss_scale",
-        "the scale halves at each overflow, as torch.amp.GradScaler's, so that a step more or less may be skipped",
-    ),
-    ("bf16.", "bf16_optimizer_states", "states have the dtype of what is stepped; see precision.updates"),
-    ("bf16.", "immediate_grad_update check_grad_overflow", "is about how DeepSpeed does it"),
-    (
-        "data_types.",
-        "grad_accum_dtype param_dtype buffer_dtype",
-        "gradients have the dtype of their parameters; zero.communication_dtype is that of their reduction",
-    ),
+    ("fp16.", "hysteresis", "the scale halves at each overflow, as with 1; with 2 DeepSpeed skips one step more"),
+    ("fp16.", "min_loss_scale", "it is always so here: an overflow at scale 1 ends the training"),
+    ("bf16.", "immediate_grad_update check_grad_overflow", "it is about how DeepSpeed does it"),
     (
         "torch_autocast.",
         "lower_precision_safe_modules",
@@ -104,24 +120,26 @@ _LEFT_OUT: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "zero_optimization.",
-        "allgather_bucket_size reduce_bucket_size sub_group_size stage3_prefetch_bucket_size",
-        "sizes a buffer of DeepSpeed's; see zero.bucket_size, zero.prefetch",
+        "allgather_bucket_size reduce_bucket_size sub_group_size stage3_prefetch_bucket_size prefetch_bucket_size",
+        "it sizes a buffer of DeepSpeed's; see zero.bucket_size, zero.prefetch",
     ),
     (
         "zero_optimization.",
         "allgather_partitions contiguous_gradients overlap_comm reduce_scatter round_robin_gradients",
-        "is always so here, or is about how DeepSpeed does it",
+        "it is always so here, or is about how DeepSpeed does it",
     ),
     (
         "zero_optimization.",
         "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint"
-        " stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save",
+        " stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save"
+        " stage3_gather_fp16_weights_on_model_save",
         "checkpoints of any layout load into any other; lightning-3d checkpoint convert gives weights alone",
     ),
     (
         "zero_optimization.",
         "stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold"
-        " stage3_module_granularity_threshold stage3_param_persistence_threshold",
+        " stage3_module_granularity_threshold stage3_param_persistence_threshold max_live_parameters max_reuse_distance"
+        " model_persistence_threshold module_granularity_threshold param_persistence_threshold",
         "a block's parameters are gathered and freed together; see zero.reshard_after_forward",
     ),
     (
@@ -129,31 +147,31 @@ _LEFT_OUT: tuple[tuple[str, str, str], ...] = (
         "cpu_offload_use_pin_memory enable_sanity_checks grad_hooks ignore_unused_parameters leaf_module legacy_stage1"
         " log_trace_cache_warnings memory_efficient_linear mics_hierarchical_params_gather override_module_apply"
         " save_muon_momentum_buffer_in_memory stage3_allgather_sequential stage3_use_all_reduce_for_fetch_params"
-        " use_multi_rank_bucket_allreduce zero_hpz_partition_size",
-        "is about how DeepSpeed does it; zero.shard_size shares the state inside of nodes",
+        " allgather_sequential use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zero_hpz_partition_size",
+        "it is about how DeepSpeed does it; zero.shard_size shares the state inside of nodes",
     ),
     (
         "zero_optimization.offload_param.",
         "pin_memory buffer_count buffer_size max_in_cpu",
-        "is about how DeepSpeed does it; see zero.offload_params",
+        "it is about how DeepSpeed does it; see zero.offload_params",
     ),
     (
         "zero_optimization.offload_optimizer.",
         "pin_memory buffer_count pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc",
-        "is about how DeepSpeed does it; see zero.offload_optimizer, zero.offload_window",
+        "it is about how DeepSpeed does it; see zero.offload_optimizer, zero.offload_window",
     ),
-    ("tensor_parallel.", "tp", "autotp_size is the size for training"),
+    ("tensor_parallel.", "tp tensor_parallel", "autotp_size is the size for training"),
     (
         "tensor_parallel.",
         "dtype tp_overlap_comm injection_policy_tuple partition_config preset_model keep_module_on_host"
         " replace_with_kernel_inject kernel_inject",
         "plans are found for any model, and proved; see tensor.plan",
     ),
-    ("pipeline.", "seed_layers pipe_partitioned grad_partitioned use_reentrant", "is about how DeepSpeed does it"),
+    ("pipeline.", "seed_layers pipe_partitioned grad_partitioned use_reentrant", "it is about how DeepSpeed does it"),
     (
         "activation_checkpointing.",
         "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary profile",
-        "is about how DeepSpeed does it; see activations.recompute",
+        "it is about how DeepSpeed does it; see activations.recompute",
     ),
     (
         "checkpoint.",
@@ -178,7 +196,7 @@ DISABLED: Mapping[str, str] = {key: why for key, (why,) in _spread(_DISABLED)}
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {key: (values, why) for key, (values, why) in _spread(_REFUSED)}
 """Key -> the values that are possible, and why others are not."""
 
-KEYS = SETTINGS.keys() | TOGETHER | set(BUILT) | LEFT_OUT.keys() | DISABLED.keys() | REFUSED.keys()
+KEYS = SETTINGS.keys() | TOGETHER | {*BUILT, *DTYPES} | LEFT_OUT.keys() | DISABLED.keys() | REFUSED.keys()
 """All that are known."""
 
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")
