@@ -1,7 +1,8 @@
-"""Layouts that Hydra composes: `strategy` names a file of conf/strategy, and any key of it can be changed.
+"""Layouts that Hydra composes: `strategy` names a file of conf/strategy, any key of it can be changed,
+and others added by `+`.
 
 python -m examples.hydra.main strategy=pp2
-python -m examples.hydra.main strategy=zero1 strategy.zero.bucket_size=10
+python -m examples.hydra.main strategy=zero1 +strategy.zero.bucket_size=10
 python -m examples.hydra.main strategy=3d trainer.devices=8
 """
 
