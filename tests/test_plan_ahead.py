@@ -145,6 +145,13 @@ def test_a_file_of_lightning_cli_is_planned(
     other = json.loads(capsys.readouterr().out)
     assert (other["world_size"], other["data_parallel_size"], other["zero_stage"]) == (4, 2, 3)
     assert 1.9 < other["memory"][0]["weights"] * 2 / planned["memory"][0]["weights"] < 2.1
+    path.write_text("\n".join([CLI_CONFIG, "model: {width: 8}"]))
+    with pytest.raises(SystemExit):
+        main(["plan", f"--cli_config={path}"])
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "config.yaml: " in line
+    assert "Option 'width' is not accepted" in line
+    assert line.endswith("name classes that the program gives LightningCLI: plan MODEL [DATA] --cli_config FILE")
     path.write_text("\n".join(["trainer: {strategy: ddp}", *named]))
     with pytest.raises(SystemExit):
         main(arguments)

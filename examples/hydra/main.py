@@ -1,5 +1,4 @@
-"""Layouts that Hydra composes: `strategy` names a file of conf/strategy, any key of it can be changed,
-and others added by `+`.
+"""Layouts that Hydra composes: `strategy` names a file of conf/strategy, whose keys can be changed; `+` adds others.
 
 python -m examples.hydra.main strategy=pp2
 python -m examples.hydra.main strategy=zero1 +strategy.zero.bucket_size=10
