@@ -139,6 +139,9 @@ class ThreeDStrategy(Configured, StepsStrategy):
 
     # ---- the model
 
+    def _waits(self) -> Waits:
+        return Waits(self._module.trainer, lambda: self._is_stepping or self._checkpoints.is_training)
+
     def _own_parts(self, what: str) -> ParallelModel:
         check_layout(self._module, None if self._parallel is None else self._parallel.layout, what)
         return self._parts
@@ -233,7 +236,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
             self.mesh.shape,
             self._precision,
             self.root_device,
-            Waits(trainer, lambda: self._is_stepping),
+            self._waits(),
             self.num_processes,
         )
         if self.choice is not None:
@@ -252,7 +255,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
             warn_of_compiled(self._module)
         if self.mesh.shape.is_model_parallel or self.config.activations.plans_memory:
             lightning_helpers.leave_out_module_names(trainer)
-        wait = Waits(trainer, lambda: self._is_stepping)
+        wait = self._waits()
         with wait(f"Making {type(self._module).__name__} parallel"):
             return make_parallel(
                 trainer=trainer,
@@ -351,11 +354,13 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self._met.meet(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
         self._met.pass_point()
         parts.zero.settle()
-        return self._checkpoints.model_state()
+        with self._waits()("Gathering the model for a checkpoint"):
+            return self._checkpoints.model_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(optimizer)
+        with self._waits()("Gathering the optimizer's state for a checkpoint"):
+            return self._checkpoints.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(
@@ -374,7 +379,8 @@ class ThreeDStrategy(Configured, StepsStrategy):
                 "ranks": gather_ranks(self._resuming.state()),
             }
             checkpoint = {**checkpoint, RUN: run}
-        self._checkpoints.save_checkpoint(checkpoint, filepath, storage_options)
+        with self._waits()(f"Saving the checkpoint {os.fspath(filepath)}"):
+            self._checkpoints.save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -384,11 +390,13 @@ class ThreeDStrategy(Configured, StepsStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return self._checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        with self._waits()(f"Checking and reading the checkpoint {os.fspath(checkpoint_path)}"):
+            return self._checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints.load_model(checkpoint, strict=strict or self._is_empty)
+        with self._waits()("Loading the model from the checkpoint"):
+            self._checkpoints.load_model(checkpoint, strict=strict or self._is_empty)
         self._is_empty = False
 
     @override
@@ -396,4 +404,5 @@ class ThreeDStrategy(Configured, StepsStrategy):
         lightning_helpers.load_loader_states(self._module.trainer)  # planning has made them before loops were restored
         self._resumes = checkpoint.get(RUN)
         self._precision.take_other_scale(checkpoint)
-        self._checkpoints.load_optimizers(checkpoint)
+        with self._waits()("Loading the optimizers from the checkpoint"):
+            self._checkpoints.load_optimizers(checkpoint)

@@ -1,7 +1,7 @@
 """Telling what a long wait is for: nothing for two seconds, then a spinner that goes away, or in logs one line.
 
-Rank 0 alone tells, and only where the Trainer shows a progress bar. In steps a line goes above that bar, whose place on
-the terminal a spinner would take.
+Rank 0 alone tells, and only where the Trainer shows a progress bar. In training a line goes above that bar, whose place
+on the terminal a spinner would take.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Waits:
 
     Args:
         trainer: Whose progress bar decides whether anybody is told; without one, as in a command, everybody is.
-        is_stepping: Whether a step runs, and with it the Trainer's progress bar.
+        is_stepping: Whether training runs, and with it the Trainer's progress bar.
     """
 
     def __init__(self, trainer: Trainer | None = None, is_stepping: Callable[[], bool] = lambda: False) -> None:

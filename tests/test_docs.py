@@ -7,18 +7,26 @@ import dataclasses
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import lightning as L
 import pytest
+import torch
+import torch.nn.functional as F
 import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
+from torch import Tensor, nn
 
 import lightning_3d
 from lightning_3d import ThreeDConfig, ThreeDStrategy
 from lightning_3d.cli.main import main
+from tests.models import features, loader
+from tests.parity import QUIET
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -75,11 +83,39 @@ def _exit_code(arguments: list[str]) -> object:
     return 0
 
 
+class Named(L.LightningModule):
+    """Has its weights under `model.`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(8, 4)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what commands of the pages read: checkpoints of one step, in both forms, and the examples."""
+    path = tmp_path_factory.mktemp("saved")
+    (path / "examples").symlink_to(ROOT / "examples")
+    for name, is_folder in (("last.ckpt", False), ("folder.ckpt", True)):
+        strategy = ThreeDStrategy(save_distributed_checkpoint=is_folder)
+        trainer = L.Trainer(**QUIET, enable_checkpointing=False, devices=1, strategy=strategy, max_steps=1)
+        trainer.fit(Named(), loader(features(8), global_batch_size=8))
+        trainer.save_checkpoint(path / name)
+    return path
+
+
 @each_page
-def test_commands_exist(
-    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_commands_work(
+    page: Path, capsys: pytest.CaptureFixture[str], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(saved)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
     for line in "".join(blocks(page, "bash")).splitlines():
         program, *arguments = shlex.split(line, comments=True)
@@ -92,11 +128,14 @@ def test_commands_exist(
             scripts = [argument for argument in arguments if argument.endswith((".py", ".yaml"))]
             scripts += [f"{arguments[1].replace('.', '/')}.py"] if arguments[0] == "-m" else []
             assert all((ROOT / script).exists() for script in scripts), line
+            if "examples.hydra.main" in arguments:
+                command = [sys.executable, *arguments, "--cfg", "job"]  # composed, and nothing trained
+                subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
         else:
             assert program == "lightning-3d", f"{line}: no test knows this program"
             assert _exit_code([*arguments, "--help"]) == 0
-            # 1: the files are not there; 2 is a flag that does not parse
-            assert _exit_code(arguments) == int(arguments[0] != "timeline"), capsys.readouterr().err
+            # 1: the user's own module is not there; 2 is a flag that does not parse
+            assert _exit_code(arguments) == int("mine.GPT" in arguments), capsys.readouterr().err
 
 
 def test_readme_is_short_and_shows_the_example() -> None:

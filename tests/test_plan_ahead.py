@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sys
 from functools import partial
@@ -88,10 +89,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     planned = json.loads(capsys.readouterr().out)
     assert (planned["data_parallel_size"], len(planned["stages"]), len(planned["memory"])) == (4, 2, 2)
     assert set(planned["sent"]) == {"pp", "tp", "dp"}
-    main([*arguments, f"--report={tmp_path / 'page.html'}"])
+    main([*arguments, f"--report={tmp_path / 'page.html'}", f"--pictures={tmp_path / 'pictures'}"])
     assert "ranks of the pipeline wait" in capsys.readouterr().out
     page = (tmp_path / "page.html").read_text()
-    assert page.count('src="data:image/png;base64,') == 5  # memory, weights, schedule, budgets, scaling
+    assert page.count('src="data:image/png;base64,') == 5
+    pictures = {file.stem: file.read_bytes() for file in (tmp_path / "pictures").iterdir()}
+    assert set(pictures) == {"memory", "weights", "schedule", "budgets", "scaling"}
+    assert all(base64.b64encode(picture).decode() in page for picture in pictures.values())
     assert "ranks of the pipeline wait" in page
     with pytest.raises(SystemExit):
         main([*arguments, "--memory", "0.0001"])
@@ -145,6 +149,13 @@ def test_a_file_of_lightning_cli_is_planned(
     other = json.loads(capsys.readouterr().out)
     assert (other["world_size"], other["data_parallel_size"], other["zero_stage"]) == (4, 2, 3)
     assert 1.9 < other["memory"][0]["weights"] * 2 / planned["memory"][0]["weights"] < 2.1
+    path.write_text("\n".join([CLI_CONFIG, "model: {width: 8}"]))
+    with pytest.raises(SystemExit):
+        main(["plan", f"--cli_config={path}"])
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "config.yaml: " in line
+    assert "Option 'width' is not accepted" in line
+    assert line.endswith("name classes that the program gives LightningCLI: plan MODEL [DATA] --cli_config FILE")
     path.write_text("\n".join(["trainer: {strategy: ddp}", *named]))
     with pytest.raises(SystemExit):
         main(arguments)

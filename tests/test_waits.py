@@ -1,10 +1,12 @@
-"""Long waits before the first step are told of, on rank 0 alone and where the Trainer shows progress."""
+"""Long waits are told of, on rank 0 alone and where the Trainer shows progress."""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,6 +16,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 
 from lightning_3d import ThreeDStrategy, waits
+from lightning_3d.cli import main
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import QUIET
 from tests.workers import WorkerPools
@@ -63,3 +66,33 @@ def test_waits_before_the_first_step(workers: WorkerPools, sizes: dict[str, int]
     assert "Tracing training_step (" in on_first
     assert f"{expected} (" in on_first
     assert " s)" not in on_second
+
+
+class Saves(L.Callback):
+    """Saves to a path after each batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    saved, data = tmp_path / "saved", loader(tokens(16), global_batch_size=8)
+    with _shown() as screen, redirect_stdout(screen):
+        for steps, path, callbacks in ((1, None, [Bar(), Saves(saved)]), (2, saved, [Bar()])):
+            strategy = ThreeDStrategy(save_distributed_checkpoint=True)
+            trainer = L.Trainer(**SETTINGS, devices=1, strategy=strategy, max_steps=steps, callbacks=callbacks)
+            trainer.fit(TinyGPT(), data, data, ckpt_path=path)
+    assert f"Saving the checkpoint {saved} (0 s)\n" in screen.getvalue()  # above the bar
+    assert "Checking and reading the checkpoint" in screen.getvalue()
+    assert "Loading the optimizers from the checkpoint (" in screen.getvalue()
+
+
+def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with _shown() as screen:
+        main(["plan", "tests.models.TinyGPT", "tests.test_plan_ahead.a_batch", "--world_size", "2"])
+    assert "Making the model and the data (" in screen.getvalue()
+    assert "Planning (" in screen.getvalue()

@@ -1,7 +1,7 @@
-"""Layouts that Hydra composes: `strategy` names a file of conf/strategy, and any key of it can be changed.
+"""Layouts that Hydra composes: `strategy` names a file of conf/strategy, whose keys can be changed; `+` adds others.
 
 python -m examples.hydra.main strategy=pp2
-python -m examples.hydra.main strategy=zero1 strategy.zero.bucket_size=10
+python -m examples.hydra.main strategy=zero1 +strategy.zero.bucket_size=10
 python -m examples.hydra.main strategy=3d trainer.devices=8
 """
 

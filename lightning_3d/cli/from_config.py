@@ -54,7 +54,9 @@ def read_cli_config(path: str, model_class: Any, data_class: Any) -> Training:
             parser_kwargs={**raises, "fit": raises},
         )
     except ArgumentError as error:
-        raise ConfigError(f"{path}: {error.message}") from error
+        hint = "name classes that the program gives LightningCLI: plan MODEL [DATA] --cli_config FILE"
+        text = " ".join(error.message.split())
+        raise ConfigError(f"{path}: {text}" + (f"; {hint}" if None in (model_class, data_class) else "")) from error
     strategy, trainer = cli.strategy, cli.config.fit.trainer
     if strategy != "3d" and not isinstance(strategy, ThreeDStrategy):
         raise ConfigError(f"{path} has trainer.strategy: {strategy}, which is no ThreeDStrategy: set it to 3d")

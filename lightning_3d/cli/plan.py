@@ -65,6 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--states", type=int, default=2, help="numbers that the optimizer keeps for each parameter")
     parser.add_argument("--report", type=Path, help="a page that it is written to, with pictures (HTML)")
+    parser.add_argument("--pictures", type=Path, help="a folder that the pictures of that page are written to (PNG)")
     parser.add_argument("--ranks_per_node", type=int, default=8, help="for layouts that are searched, and their time")
     parser.add_argument("--tflops", type=float, default=400.0, help="10^12 operations per second that a device reaches")
     parser.add_argument("--inside", type=float, default=300.0, help="GB per second that a rank sends inside of a node")
@@ -75,10 +76,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(chosen: Namespace) -> None:
     """Run it."""
     sys.path.insert(0, "")  # as `python -m` does
-    given = _given(chosen)
+    waits = Waits()
+    with waits("Making the model and the data"):
+        given = _given(chosen)
     if given.world_size < 1 or chosen.states < 0:
         raise ConfigError(f"{given.world_size} ranks, {chosen.states} states of a parameter: use 1 or more, 0 or more")
-    batch = _first_batch(given.data)
+    with waits("Fetching the first batch"):
+        batch = _first_batch(given.data)
     machine = given_machine(
         tflops=chosen.tflops, inside=chosen.inside, between=chosen.between, ranks_per_node=chosen.ranks_per_node
     )
@@ -92,14 +96,16 @@ def run(chosen: Namespace) -> None:
             config = choice.of(config)
         return choice, ahead.plan(config, resolve_mesh_shape(config, world_size), chosen.memory, machine)
 
-    with Waits()("Planning"):
+    is_drawn = chosen.report is not None or chosen.pictures is not None
+    with waits("Planning"):
         ahead = Ahead.without_trainer(
             given.module, batch, given.config, ThreeDPrecision(given.precision), chosen.states
         )
         choice, planned = planned_on(given.world_size)
-        scaling = {} if chosen.report is None else _scaling(planned, planned_on, num_samples(batch))
-    if chosen.report is not None:
-        _report(chosen.report, planned, type(given.module).__name__, scaling)
+        scaling = _scaling(planned, planned_on, num_samples(batch)) if is_drawn else {}
+    if is_drawn:
+        with waits("Drawing"):
+            _draw(chosen.report, chosen.pictures, planned, type(given.module).__name__, scaling)
     if chosen.json:
         show(json.dumps(planned.as_dict() | ({} if choice is None else {"layout": choice.as_dict()})))
     else:
@@ -121,8 +127,10 @@ def _scaling(
     return {shape.world_size: num_samples * shape.dp / of.total for shape, of in shapes if of is not None}
 
 
-def _report(path: Path, planned: PlannedAhead, name: str, scaling: Mapping[int, float]) -> None:
-    from lightning_3d.callbacks.drawing import budget_figure, scaling_figure  # here, as there may be no matplotlib
+def _draw(
+    page: Path | None, pictures: Path | None, planned: PlannedAhead, name: str, scaling: Mapping[int, float]
+) -> None:
+    from lightning_3d.callbacks.drawing import Figure, budget_figure, save, scaling_figure  # there may be no matplotlib
     from lightning_3d.callbacks.page import plan_sections, write_page
 
     plan, sections = planned.plan, list(plan_sections(planned.plan, planned))
@@ -131,7 +139,12 @@ def _report(path: Path, planned: PlannedAhead, name: str, scaling: Mapping[int, 
         sections.append(("Budgets", budget_figure(points)))
     if len(scaling) > 1:
         sections.append(("Scaling", scaling_figure(scaling)))
-    write_page(path, f"{name} on {plan.shape.world_size} ranks", sections)
+    if page is not None:
+        write_page(page, f"{name} on {plan.shape.world_size} ranks", sections)
+    if pictures is not None:
+        for heading, content in sections:
+            if isinstance(content, Figure):
+                save(content, pictures / f"{heading.lower()}.png")
 
 
 def _given(chosen: Namespace) -> Training:
