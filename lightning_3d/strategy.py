@@ -121,7 +121,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
 
     def _new_checkpoints(self) -> ThreeDCheckpointIO:
-        return ThreeDCheckpointIO(self, self.config, self._timeout)
+        return ThreeDCheckpointIO(self, self.config, self._timeout, lambda what: self._waits()(what))
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -229,15 +229,9 @@ class ThreeDStrategy(Configured, StepsStrategy):
         is_chosen = self._parallel is not None or self.deepspeed is not None or not self.config.is_planned
         if is_chosen or self.mesh.shape.world_size == 1:
             return
+        module, config, shape = self._module, self.config, self.mesh.shape
         self.choice = choose_layout(
-            trainer,
-            self._module,
-            self.config,
-            self.mesh.shape,
-            self._precision,
-            self.root_device,
-            self._waits(),
-            self.num_processes,
+            trainer, module, config, shape, self._precision, self.root_device, self._waits(), self.num_processes
         )
         if self.choice is not None:
             self._given, self.config = self.config, self.choice.of(self.config)
@@ -354,13 +348,11 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self._met.meet(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
         self._met.pass_point()
         parts.zero.settle()
-        with self._waits()("Gathering the model for a checkpoint"):
-            return self._checkpoints.model_state()
+        return self._checkpoints.model_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        with self._waits()("Gathering the optimizer's state for a checkpoint"):
-            return self._checkpoints.optimizer_state(optimizer)
+        return self._checkpoints.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(
@@ -379,8 +371,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
                 "ranks": gather_ranks(self._resuming.state()),
             }
             checkpoint = {**checkpoint, RUN: run}
-        with self._waits()(f"Saving the checkpoint {os.fspath(filepath)}"):
-            self._checkpoints.save_checkpoint(checkpoint, filepath, storage_options)
+        self._checkpoints.save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -390,13 +381,11 @@ class ThreeDStrategy(Configured, StepsStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        with self._waits()(f"Checking and reading the checkpoint {os.fspath(checkpoint_path)}"):
-            return self._checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return self._checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with self._waits()("Loading the model from the checkpoint"):
-            self._checkpoints.load_model(checkpoint, strict=strict or self._is_empty)
+        self._checkpoints.load_model(checkpoint, strict=strict or self._is_empty)
         self._is_empty = False
 
     @override
@@ -404,5 +393,4 @@ class ThreeDStrategy(Configured, StepsStrategy):
         lightning_helpers.load_loader_states(self._module.trainer)  # planning has made them before loops were restored
         self._resumes = checkpoint.get(RUN)
         self._precision.take_other_scale(checkpoint)
-        with self._waits()("Loading the optimizers from the checkpoint"):
-            self._checkpoints.load_optimizers(checkpoint)
+        self._checkpoints.load_optimizers(checkpoint)

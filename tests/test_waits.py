@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 
@@ -85,7 +86,8 @@ def test_checkpoints(tmp_path: Path) -> None:
             strategy = ThreeDStrategy(save_distributed_checkpoint=True)
             trainer = L.Trainer(**SETTINGS, devices=1, strategy=strategy, max_steps=steps, callbacks=callbacks)
             trainer.fit(TinyGPT(), data, data, ckpt_path=path)
-    assert f"Saving the checkpoint {saved} (0 s)\n" in screen.getvalue()  # above the bar
+    dist.destroy_process_group()  # which tests beside this one would take for theirs
+    assert "Saving a checkpoint (0 s)\n" in screen.getvalue()  # above the bar
     assert "Checking and reading the checkpoint" in screen.getvalue()
     assert "Loading the optimizers from the checkpoint (" in screen.getvalue()
 

@@ -274,5 +274,5 @@ def search(
     if not predicted:
         fallback = (replicas or layouts)[-1]  # which holds the least
         return chosen(fallback, f"none is predicted to fit: {refused.get(fallback, 'too large')}")
-    most = f"within {_MARGIN:.0%}, of the {len(predicted)} that were planned and fit"
-    return chosen(ranked(predicted)[0], f"its samples take the least time, {most}")
+    planned = f"of the {len(predicted)} that were planned and fit, within {_MARGIN:.0%}"
+    return chosen(ranked(predicted)[0], f"its samples take the least time {planned}")
