@@ -96,7 +96,7 @@ def test_a_misfit_rules_out_what_takes_more() -> None:
         planned.append(layout)
         if layout.pp < 8:
             raise MemoryPlanError("it needs more")
-        return Prediction(seconds=1 / layout.num_microbatches, computing=0.1, peak=1, recomputes=False)
+        return Prediction(seconds=1 / layout.num_microbatches, computing=0.0, peak=1, recomputes=False)
 
     choice = search(layouts, predict, lambda layout: None, 32)
     assert choice.layout == Layout(pp=8, dp=1, num_microbatches=32)

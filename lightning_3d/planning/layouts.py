@@ -19,6 +19,7 @@ from lightning_3d.errors import MemoryPlanError, ThreeDError
 _MOST_PLANNED = 16  # layouts that fit; planning one takes up to seconds
 _MARGIN = 0.02  # predictions that differ by less count as equal
 _ENOUGH = 0.1  # a layout of plain replicas that waits for a smaller part of its step is taken at once
+_WITHOUT_AGAIN = 0.75  # of what a layout computes that recomputes all
 _ROUNDS = (1, 2, 4)  # microbatches for each stage of a pipeline
 _MOST_SHOWN = 8
 
@@ -207,10 +208,16 @@ def ranked(predicted: Mapping[Layout, Prediction]) -> list[Layout]:
     return [equal[0], *(each for each in order if each != equal[0])]
 
 
-def _is_slower(layout: Layout, predicted: Mapping[Layout, Prediction], first: Layout) -> bool:
-    """Whether it can't be the fastest, even if its ranks shared evenly what a replica computes, as in ``first``."""
+def _is_slower(layout: Layout, predicted: Mapping[Layout, Prediction]) -> bool:
+    """Whether it can't be the fastest, even if its ranks shared evenly what a replica computes at least."""
+    if not predicted:
+        return False
     fastest = min(seen.seconds / each.dp for each, seen in predicted.items())
-    return predicted[first].computing / layout.world_size / (1 - layout.idle) >= fastest
+    least = min(
+        seen.computing * each.pp * each.tp * (_WITHOUT_AGAIN if seen.recomputes else 1)
+        for each, seen in predicted.items()
+    )
+    return least / layout.world_size / (1 - layout.idle) >= fastest
 
 
 def search(
@@ -266,7 +273,7 @@ def search(
     for layout in sorted(others, key=lambda each: (each.idle, each.zero_stage)):
         if replace(layout, zero_stage=stage) in predicted:
             continue
-        if first is not None and _is_slower(layout, predicted, first):
+        if _is_slower(layout, predicted):
             continue
         if len(predicted) == most:
             break
