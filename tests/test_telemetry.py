@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import time
 from pathlib import Path
@@ -13,16 +14,19 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PyTorchProfiler
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d import ConfigError, StepError
-from lightning_3d.callbacks import ScheduleTimeline, Telemetry
+from lightning_3d.callbacks import Report, ScheduleTimeline, Telemetry
+from lightning_3d.callbacks import telemetry as telemetry_file
+from lightning_3d.callbacks.drawing import peaks_figure, speed_figure, times_figure
 from lightning_3d.callbacks.peaks import peak_tflops
 from lightning_3d.planning.timing import Span, bubble
 from tests.models import TinyGPT, TinyMLP, features, tokens
-from tests.parity import Layout, fitted
+from tests.parity import Layout, NormRecorder, fitted
 from tests.workers import WorkerPools
 
 
@@ -63,11 +67,15 @@ def _run(case: str, folder: str) -> dict[str, Any]:
     layout, model, _ = CASES[case]
     data = tokens if model is GPT else features
     telemetry = Telemetry(EVERY, peak_tflops=0.5, csv=f"{folder}/rows.csv", trace=f"{folder}/traces")
-    without, with_it = Losses(), Losses()
+    without, with_it, screen = Losses(), Losses(), io.StringIO()
     fitted(layout, model, data=data, callbacks=[without], **SETTINGS)
     logger = CSVLogger(folder, flush_logs_every_n_steps=1)
-    fitted(layout, model, data=data, callbacks=[with_it, telemetry], **SETTINGS, logger=logger)
-    return {"metrics": telemetry.metrics, "losses": (without.losses, with_it.losses)}
+    callbacks = [with_it, Report(f"{folder}/report.html"), telemetry]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(telemetry_file, "Console", lambda: Console(file=screen, force_terminal=True))
+        fitted(layout, model, data=data, callbacks=callbacks, **SETTINGS, logger=logger)
+    measured = {"rows": telemetry.rows, "ranks": telemetry.ranks, "screen": screen.getvalue()}
+    return {"metrics": telemetry.metrics, "losses": (without.losses, with_it.losses), **measured}
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -105,7 +113,10 @@ def test_rows_tell_what_was_so_and_change_nothing(workers: WorkerPools, tmp_path
     flops = metrics["tflops_per_device"] * 1e12 * layout.world_size * metrics["seconds_per_step"]
     assert flops == pytest.approx(_flops_of_step(model(), (tokens if model is GPT else features)(8)), rel=1e-9)
     assert metrics["mfu"] == pytest.approx(metrics["tflops_per_device"] / 0.5)
-    assert 0 < metrics["gradient_norm"] < 100
+    fitted(None, model, data=tokens if model is GPT else features, callbacks=[norms := NormRecorder()], **SETTINGS)
+    assert metrics["gradient_norm"] == pytest.approx(norms.gradient_norms[5], rel=1e-4)
+    assert "loss_scale" not in metrics
+    assert all(f"step {step}" in outcomes[0]["screen"] for step in (3, 6))
     assert 2**20 < metrics["memory/host"] <= metrics["memory/host_peak"] + 2**20
 
     rows = _rows(tmp_path / "rows.csv")
@@ -115,6 +126,11 @@ def test_rows_tell_what_was_so_and_change_nothing(workers: WorkerPools, tmp_path
     logged = _rows(next(tmp_path.glob("lightning_logs/*/metrics.csv")))
     assert [float(row["time/step"]) for row in logged if row["time/step"]] == [float(r["time/step"]) for r in rows]
 
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"<h2>{heading}</h2>" in page for heading in ("Speed", "Time of a step", "Measured memory"))
+    assert f"{metrics['samples_per_second']:,.4g}" in page
+    _assert_drawn(outcomes[0]["rows"], outcomes[0]["ranks"], rows)
+
     for rank in range(layout.world_size):
         events = json.loads((tmp_path / "traces" / f"rank{rank}.json").read_text())["traceEvents"]
         names = {event["name"] for event in events if "name" in event}
@@ -123,6 +139,20 @@ def test_rows_tell_what_was_so_and_change_nothing(workers: WorkerPools, tmp_path
         assert own if layout.pp > 1 else own == set(blocks)
         stages = {f"stage {rank} {kind} {i}" for kind in ("forward", "backward") for i in range(2)}
         assert (stages <= names) == (case == "pp")
+
+
+def _assert_drawn(rows: list[dict[str, float]], ranks: list[dict[str, float]], written: list[dict[str, str]]) -> None:
+    """The pictures of a report have the numbers of the file."""
+    name = "tokens_per_second" if "tokens_per_second" in rows[0] else "samples_per_second"
+    (line,) = speed_figure(rows).axes[0].lines
+    assert [*zip(*line.get_data(), strict=True)] == [(int(row["step"]), float(row[name])) for row in written]
+    bars = times_figure(ranks, len(rows)).axes[0].patches
+    mean = sum(bar.get_height() for bar in bars) / len(ranks)
+    assert mean == pytest.approx(1e3 * sum(float(row["time/step"]) for row in written) / len(written))
+    axes = peaks_figure(ranks).axes[0]
+    unit = {"MiB": 2**20, "GiB": 2**30}[axes.get_ylabel()]
+    peaks = [float(written[-1][f"memory/host_peak/rank{i}"]) for i in range(len(ranks))]
+    assert [bar.get_height() * unit for bar in axes.patches] == pytest.approx(peaks)
 
 
 class Sleeps(nn.Module):
@@ -167,14 +197,17 @@ class Clock(L.Callback):
 
 
 def _sleep() -> tuple[dict[str, float], float]:
-    telemetry, clock = Telemetry(5), Clock()
-    layout = Layout(pp=2, num_microbatches=4)
-    fitted(layout, Sleepy, data=SleepyData, callbacks=[clock, telemetry], batches=5, epochs=1, limit_val_batches=0)
+    telemetry, clock = Telemetry(5, tokens=lambda batch: 3 * len(batch[0])), Clock()
+    layout = Layout(pp=2, num_microbatches=4, precision={"loss_scale": 64})
+    fit: dict[str, Any] = {"batches": 5, "epochs": 1, "limit_val_batches": 0, "precision": "16-true"}
+    fitted(layout, Sleepy, data=SleepyData, callbacks=[clock, telemetry], **fit)
     return telemetry.metrics, clock.ends[-1] - clock.ends[-2]
 
 
 def test_time_is_told_where_it_goes(workers: WorkerPools) -> None:
     metrics, seconds = workers(2).run(_sleep)[0]
+    assert metrics["tokens_per_second"] == pytest.approx(3 * metrics["samples_per_second"])
+    assert metrics["loss_scale"] == 64
     assert metrics["time/data"] >= 0.04  # 8 samples
     assert 0.06 <= metrics["time/forward"] < metrics["time/step"] - 0.12  # 4 microbatches, a mean of two ranks
     assert metrics["time/optimizer"] >= 0.04

@@ -66,6 +66,7 @@ def test_a_real_run_is_drawn_as_it_was_planned(
     page = path.with_suffix(".html").read_text()
     assert page.count('src="data:image/png;base64,') == 3  # weights, the schedule as planned and as measured
     assert all(text in page for text in ("<h1>TinyGPT on 2 ranks</h1>", "what each rank holds", "loss: ", "torch: "))
+    assert "in the place of a ScheduleTimeline" in page  # how to get what Telemetry measures
 
 
 @pytest.mark.parametrize(

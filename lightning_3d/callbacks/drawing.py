@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.memory.rank_memory import GIB, RankMemory
@@ -16,6 +16,7 @@ from lightning_3d.planning.schedule_order import Kind
 from lightning_3d.planning.timing import Span, idle_share
 
 try:
+    from matplotlib import colormaps
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Figure
@@ -62,22 +63,17 @@ def memory_figure(ranks: Sequence[RankMemory]) -> Figure:
     """The memory of the ranks of the pp axis at the peak of a step, stacked by kind."""
     figure = _figure(4)
     axes = figure.subplots()
-    bottoms = [0.0] * len(ranks)
     kinds = {
         "weights": [rank.held.weights for rank in ranks],
         "gradients": [rank.held.gradients for rank in ranks],
         "optimizer states": [rank.held.optimizer_states for rank in ranks],
         "activations and buffers": [rank.activations for rank in ranks],
     }
-    unit, name = (GIB, "GiB") if max(rank.peak for rank in ranks) >= GIB else (2**20, "MiB")
-    for (kind, sizes), colour in zip(kinds.items(), _COLOURS.values(), strict=True):
-        sizes_in_unit = [size / unit for size in sizes]
-        axes.bar(range(len(ranks)), sizes_in_unit, width=0.4, bottom=bottoms, color=colour, label=kind)
-        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes_in_unit, strict=True)]
+    unit, name = _memory_unit(max(rank.peak for rank in ranks))
+    _stack(axes, {kind: [size / unit for size in sizes] for kind, sizes in kinds.items()}, [*_COLOURS.values()])
     budgets = [rank.budget / unit for rank in ranks if rank.budget is not None]
     if budgets:
         axes.axhline(min(budgets), color="black", linestyle="dashed", label="budget")
-    axes.set_xticks(range(0, len(ranks), 1 + len(ranks) // _MOST_LABELS))
     axes.set_xlabel("pipeline rank")
     axes.set_ylabel(name)
     axes.set_title("memory at the peak of a training step, as predicted")
@@ -138,6 +134,53 @@ def scaling_figure(points: Mapping[int, float]) -> Figure:
     return figure
 
 
+def speed_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
+    """Tokens per second over the steps of a run, or samples where there are none."""
+    figure = _figure(4)
+    axes = figure.subplots()
+    name = "tokens_per_second" if "tokens_per_second" in rows[-1] else "samples_per_second"
+    known = [row for row in rows if name in row]
+    axes.plot([row["step"] for row in known], [row[name] for row in known], "o-", color="#4c78a8")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel(name.replace("_", " "))
+    axes.set_title("speed of all replicas, as it was measured")
+    return figure
+
+
+def times_figure(ranks: Sequence[Mapping[str, float]], num_steps: int) -> Figure:
+    """The parts of each rank's time, stacked.
+
+    Args:
+        ranks: ``time/<part>`` -> seconds of all measured steps together.
+        num_steps: How many of them there were.
+    """
+    figure = _figure(4)
+    axes = figure.subplots()
+    parts = [name for name in ranks[0] if name.startswith("time/") and name != "time/step"]
+    times = {name.removeprefix("time/"): [1e3 * rank[name] / num_steps for rank in ranks] for name in parts}
+    _stack(axes, times, colormaps["tab20"].colors)  # type: ignore[attr-defined]  # of a ListedColormap
+    axes.set_xlabel("rank")
+    axes.set_ylabel("milliseconds")
+    axes.set_title(f"where the time of a step went, as a mean of {num_steps} that were measured")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def peaks_figure(ranks: Sequence[Mapping[str, float]]) -> Figure:
+    """The measured peak of each rank's memory: of its device, or of the host where torch counts no device's."""
+    figure = _figure(4)
+    axes = figure.subplots()
+    place = "device" if "memory/device_peak" in ranks[0] else "host"
+    peaks = [rank[f"memory/{place}_peak"] for rank in ranks]
+    unit, name = _memory_unit(max(peaks))
+    _stack(axes, {place: [peak / unit for peak in peaks]}, [*_COLOURS.values()])
+    axes.set_xlabel("rank")
+    axes.set_ylabel(name)
+    axes.set_title(f"peak of the memory of the {place}, as it was measured")
+    return figure
+
+
 def save(figure: Figure, file: Path | BinaryIO) -> None:
     """Write a picture, into a folder that is made if there is none; into a stream as PNG."""
     if isinstance(file, Path):
@@ -149,6 +192,20 @@ def _figure(height: float) -> Figure:
     figure = Figure(figsize=(14, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws to memory; pyplot would choose a backend for the whole process
     return figure
+
+
+def _memory_unit(most: float) -> tuple[int, str]:
+    return (GIB, "GiB") if most >= GIB else (2**20, "MiB")
+
+
+def _stack(axes: Axes, parts: Mapping[str, Sequence[float]], colours: Sequence[Any]) -> None:
+    """Draw a bar for each rank, of its parts one above the other."""
+    num_ranks = len(next(iter(parts.values())))
+    bottoms = [0.0] * num_ranks
+    for (part, sizes), colour in zip(parts.items(), colours, strict=False):
+        axes.bar(range(num_ranks), sizes, width=0.4, bottom=bottoms, color=colour, label=part)
+        bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
+    axes.set_xticks(range(0, num_ranks, 1 + num_ranks // _MOST_LABELS))
 
 
 def _draw_ranks(axes: Axes, ranks: Sequence[Sequence[Span]], unit: str) -> None:

@@ -55,10 +55,7 @@ class RowTable:
 
     def show(self, row: Row) -> None:
         """Show a row."""
-        table = Table("telemetry", f"step {row['step']}", show_header=True)
-        for name, value in row.items():
-            if value is not None and name != "step":
-                table.add_row(name, _text(name, value, row.get("time/step") or 0.0))
+        table = row_table(row)
         if self._live is None:
             self._console.print(table)
         else:
@@ -68,6 +65,15 @@ class RowTable:
         """Leave the last row there."""
         if self._live is not None:
             self._live.stop()
+
+
+def row_table(row: Row) -> Table:
+    """A line for each metric."""
+    table = Table("telemetry", f"step {row['step']}", show_header=True)
+    for name, value in row.items():
+        if value is not None and name != "step":
+            table.add_row(name, _text(name, value, row.get("time/step") or 0.0))
+    return table
 
 
 def _text(name: str, value: float, step: float) -> str:

@@ -5,21 +5,28 @@ from __future__ import annotations
 import platform
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
 
+from lightning_3d.callbacks.outlets import row_table
+from lightning_3d.callbacks.telemetry import Telemetry
 from lightning_3d.callbacks.timeline import ScheduleTimeline
 from lightning_3d.errors import StepError
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.trainer.report import report_table
 
+if TYPE_CHECKING:
+    from lightning_3d.callbacks.page import Section
+
 
 class Report(L.Callback):
     """Writes a page when a fit ends: the plan and its pictures, what every rank holds, logged values, the environment.
 
-    It has the timeline that a `ScheduleTimeline` measured, and with `activations.budget` the memory of the ranks.
+    It has the timeline that a `ScheduleTimeline` measured, or the speed, times and memory that a `Telemetry` did, and
+    with `activations.budget` the predicted memory of the ranks.
 
     Args:
         path: Where rank 0 writes it; one file, which needs no other.
@@ -51,10 +58,26 @@ class Report(L.Callback):
         for callback in callbacks_of(trainer):
             if isinstance(callback, ScheduleTimeline) and callback.timeline is not None:
                 sections.append(("A step as it was measured", timeline_figure(callback.timeline)))
+        telemetry = next((each for each in callbacks_of(trainer) if isinstance(each, Telemetry)), None)
+        sections += _measured(telemetry)
         logged = {name: f"{float(value):.6g}" for name, value in trainer.callback_metrics.items()}
         sections.append((f"Logged, after {trainer.global_step} steps", _lines(logged)))
         sections.append(("Environment", _lines(_environment(strategy.root_device))))
         write_page(self.path, f"{type(pl_module).__name__} on {plan.shape.world_size} ranks", sections)
+
+
+def _measured(telemetry: Telemetry | None) -> list[Section]:
+    if telemetry is None:
+        how = "add Telemetry() to the Trainer's callbacks, in the place of a ScheduleTimeline"
+        return [("Speed, time and memory", f"Not measured: {how}.")]
+    if not telemetry.rows:
+        return [("Speed, time and memory", "The run ended before Telemetry had a row: set its every_n_steps lower.")]
+    from lightning_3d.callbacks.drawing import peaks_figure, speed_figure, times_figure
+
+    sections: list[Section] = [("Telemetry", row_table(telemetry.rows[-1])), ("Speed", speed_figure(telemetry.rows))]
+    if num_measured := sum("time/step" in row for row in telemetry.rows):
+        sections.append(("Time of a step", times_figure(telemetry.ranks, num_measured)))
+    return [*sections, ("Measured memory", peaks_figure(telemetry.ranks))]
 
 
 def _lines(found: dict[str, str]) -> str:

@@ -101,6 +101,10 @@ class Telemetry(L.Callback):
         self.csv, self.trace = (None if path is None else Path(path) for path in (csv, trace))
         self.metrics: dict[str, float] = {}
         """The last row, the same on all ranks."""
+        self.rows: list[dict[str, float]] = []
+        """The rows of a run, on rank 0."""
+        self.ranks: list[dict[str, float]] = []
+        """On rank 0, of each rank: the last memory, and the times of all measured steps together."""
         self._run, self._measuring, self._counting = ExitStack(), ExitStack(), ExitStack()  # until each of them ends
         self._start = self._pause = 0.0
         self._forget_step()
@@ -120,6 +124,7 @@ class Telemetry(L.Callback):
         self._shapes: list[torch.Size] | None = None
         self._norm: Tensor | None = None
         self._device_peak = 0
+        self.rows, self.ranks = [], [{} for _ in range(self._mesh.shape.world_size)]
         self._open_outlets(trainer)
         self._begin_interval()
         self._prepare(trainer)
@@ -298,6 +303,11 @@ class Telemetry(L.Callback):
         if (precision := _precision(_strategy(trainer))).scales_losses:
             row["loss_scale"] = precision.loss_scale
         self.metrics = {name: value for name, value in row.items() if value is not None}
+        if trainer.is_global_zero:
+            self.rows.append(self.metrics)
+            for kept, rank in zip(self.ranks, everyone, strict=True):
+                kept |= {name: value for name, value in rank.items() if name.startswith("memory/")}
+                kept |= {name: kept.get(name, 0.0) + rank[name] for name in rank if name.startswith("time/")}
         if self._table is not None:
             self._table.show(row)
         if self._file is not None:
