@@ -75,8 +75,8 @@ def _measured(telemetry: Telemetry | None) -> list[Section]:
     from lightning_3d.callbacks.drawing import peaks_figure, speed_figure, times_figure
 
     sections: list[Section] = [("Telemetry", row_table(telemetry.rows[-1])), ("Speed", speed_figure(telemetry.rows))]
-    if num_measured := sum("time/step" in row for row in telemetry.rows):
-        sections.append(("Time of a step", times_figure(telemetry.ranks, num_measured)))
+    if telemetry.num_measured:
+        sections.append(("Time of a step", times_figure(telemetry.ranks, telemetry.num_measured)))
     return [*sections, ("Measured memory", peaks_figure(telemetry.ranks))]
 
 

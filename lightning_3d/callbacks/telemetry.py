@@ -44,6 +44,7 @@ from lightning_3d.torch_internals.data_loops import around_fetches, logging_step
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.torch_internals.pytree import tree_leaves
 
+_MOST_ROWS = 2000  # that are kept for a picture
 _UNMEASURED = "telemetry"
 """The phase of what this callback does in a step, which counts for none."""
 
@@ -102,7 +103,9 @@ class Telemetry(L.Callback):
         self.metrics: dict[str, float] = {}
         """The last row, the same on all ranks."""
         self.rows: list[dict[str, float]] = []
-        """The rows of a run, on rank 0."""
+        """The rows of a run, on rank 0; in a long run fewer of the older ones."""
+        self.num_measured = 0
+        """How many rows have the times of a step."""
         self.ranks: list[dict[str, float]] = []
         """On rank 0, of each rank: the last memory, and the times of all measured steps together."""
         self._run, self._measuring, self._counting = ExitStack(), ExitStack(), ExitStack()  # until each of them ends
@@ -124,7 +127,7 @@ class Telemetry(L.Callback):
         self._shapes: list[torch.Size] | None = None
         self._norm: Tensor | None = None
         self._device_peak = 0
-        self.rows, self.ranks = [], [{} for _ in range(self._mesh.shape.world_size)]
+        self.rows, self.num_measured, self.ranks = [], 0, [{} for _ in range(self._mesh.shape.world_size)]
         self._open_outlets(trainer)
         self._begin_interval()
         self._prepare(trainer)
@@ -304,7 +307,8 @@ class Telemetry(L.Callback):
             row["loss_scale"] = precision.loss_scale
         self.metrics = {name: value for name, value in row.items() if value is not None}
         if trainer.is_global_zero:
-            self.rows.append(self.metrics)
+            self.rows = [*self.rows[:: 2 if len(self.rows) == _MOST_ROWS else 1], self.metrics]
+            self.num_measured += "time/step" in self.metrics
             for kept, rank in zip(self.ranks, everyone, strict=True):
                 kept |= {name: value for name, value in rank.items() if name.startswith("memory/")}
                 kept |= {name: kept.get(name, 0.0) + rank[name] for name in rank if name.startswith("time/")}
