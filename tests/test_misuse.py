@@ -67,6 +67,21 @@ def test_a_program_ends_with_its_own_error(tmp_path: Path) -> None:
     assert "to plan" not in ended.output
 
 
+TAKEN = """
+import os, socket
+if "LOCAL_RANK" not in os.environ:
+    taken = socket.create_server(("127.0.0.1", 0))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.getsockname()[1]))
+"""
+
+
+def test_no_rank_waits_for_one_that_could_not_begin(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(TAKEN + PROGRAM)
+    ended = start([str(tmp_path / "program.py")], timeout=LIMIT)  # until every rank has ended
+    assert ended.returncode != 0
+    assert "EADDRINUSE" in ended.output
+
+
 # --------------------------------------------------------------------------------------------------------------- models
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_3d.errors import StepError
 
+_GRACE = 5.0  # seconds in which ranks may come to an error of their own
 _UNTIL_ENDED = 10.0  # seconds that a process has to raise and print its error after one that it started has failed
 
 
@@ -110,7 +111,19 @@ class ScriptLauncher(RunLauncher, _SubprocessScriptLauncher):
                 self._call_children_scripts()
                 ProcessObserver(os.getpid(), self.procs, _UNTIL_ENDED).start()
             _set_num_threads_if_needed(num_processes=self.num_processes)
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except BaseException:
+                if not dist.is_initialized():  # the others wait for this one, until they time out
+                    self._end_children()
+                raise
+
+    def _end_children(self) -> None:
+        deadline = time.monotonic() + _GRACE
+        for process in self.procs:
+            with suppress(subprocess.TimeoutExpired):  # each may come to the same error
+                process.wait(max(deadline - time.monotonic(), 0.0))
+            process.terminate()
 
 
 class ForkLauncher(RunLauncher, _MultiProcessingLauncher):
