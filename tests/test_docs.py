@@ -16,7 +16,6 @@ from types import ModuleType
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import yaml
 from mkdocs.commands.build import build
@@ -28,6 +27,7 @@ from lightning_3d import ThreeDConfig, ThreeDStrategy
 from lightning_3d.cli.main import main
 from tests.models import features, loader
 from tests.parity import QUIET
+from tests.workers import WorkerPools
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -98,18 +98,20 @@ class Named(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what commands of the pages read: checkpoints of one step, in both forms, and the examples."""
-    path = tmp_path_factory.mktemp("saved")
-    (path / "examples").symlink_to(ROOT / "examples")
+def _save(path: Path) -> None:
     for name, is_folder in (("last.ckpt", False), ("folder.ckpt", True)):
         strategy = ThreeDStrategy(save_distributed_checkpoint=is_folder)
         trainer = L.Trainer(**QUIET, enable_checkpointing=False, devices=1, strategy=strategy, max_steps=1)
         trainer.fit(Named(), loader(features(8), global_batch_size=8))
         trainer.save_checkpoint(path / name)
-    dist.destroy_process_group()  # which tests beside these would take for theirs
-    return path
+
+
+@pytest.fixture
+def saved(tmp_path: Path, workers: WorkerPools) -> Path:
+    """A folder with what commands of the pages read: checkpoints of one step, in both forms, and the examples."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    workers(1).run(_save, tmp_path)
+    return tmp_path
 
 
 @each_page

@@ -12,7 +12,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 
@@ -79,17 +78,21 @@ class Saves(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def test_checkpoints(tmp_path: Path) -> None:
-    saved, data = tmp_path / "saved", loader(tokens(16), global_batch_size=8)
+def _told_of_checkpoints(saved: Path) -> str:
+    data = loader(tokens(16), global_batch_size=8)
     with _shown() as screen, redirect_stdout(screen):
         for steps, path, callbacks in ((1, None, [Bar(), Saves(saved)]), (2, saved, [Bar()])):
             strategy = ThreeDStrategy(save_distributed_checkpoint=True)
             trainer = L.Trainer(**SETTINGS, devices=1, strategy=strategy, max_steps=steps, callbacks=callbacks)
             trainer.fit(TinyGPT(), data, data, ckpt_path=path)
-    dist.destroy_process_group()  # which tests beside this one would take for theirs
-    assert "Saving a checkpoint (0 s)\n" in screen.getvalue()  # above the bar
-    assert "Checking and reading the checkpoint" in screen.getvalue()
-    assert "Loading the optimizers from the checkpoint (" in screen.getvalue()
+    return screen.getvalue()
+
+
+def test_checkpoints(workers: WorkerPools, tmp_path: Path) -> None:
+    (screen,) = workers(1).run(_told_of_checkpoints, tmp_path / "saved")
+    assert "Saving a checkpoint (0 s)\n" in screen  # above the bar
+    assert "Checking and reading the checkpoint" in screen
+    assert "Loading the optimizers from the checkpoint (" in screen
 
 
 def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
