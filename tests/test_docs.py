@@ -106,12 +106,13 @@ def _save(path: Path) -> None:
         trainer.save_checkpoint(path / name)
 
 
-@pytest.fixture
-def saved(tmp_path: Path, workers: WorkerPools) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, workers: WorkerPools) -> Path:
     """A folder with what commands of the pages read: checkpoints of one step, in both forms, and the examples."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    workers(1).run(_save, tmp_path)
-    return tmp_path
+    path = tmp_path_factory.mktemp("saved")
+    (path / "examples").symlink_to(ROOT / "examples")
+    workers(1).run(_save, path)
+    return path
 
 
 @each_page

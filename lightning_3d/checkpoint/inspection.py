@@ -104,8 +104,9 @@ def inspection_table(found: Mapping[str, Any]) -> RenderableType:
         overview.add_row(f"optimizer {number}", "\n".join([f"{text}: {size_text(optimizer['bytes'])}", *settings]))
     overview.add_row("schedulers", str(found["lr_schedulers"]))
     overview.add_row("completed", "\n".join(f"{name} {num}" for name, num in found["loops"].items()))
-    for name in [name for name in ("callbacks", "further") if found[name]]:
-        overview.add_row(name, "\n".join(found[name]))
+    for name in ("callbacks", "further"):
+        if found[name]:
+            overview.add_row(name, "\n".join(found[name]))
     rows: dict[tuple[Any, ...], list[int]] = {}
     for fqn, tensor in found["parameters"].items():
         row = (re.sub(r"\d+", "*", fqn), " x ".join(map(str, tensor["shape"])), tensor["dtype"])
