@@ -56,7 +56,7 @@ def _peaks(layout: Layout, settings: Mapping[str, Any]) -> tuple[int, int]:
 PEAKS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv"), "none", {}),
     "tp2": (Layout(tp=2), "none", {}),
-    "tp2-sequence": (Layout(tp=2, sequence_parallel=True), "none", {}),
+    "tp2-sequence": (Layout(tp=2, sequence_parallel=True), "none", {"model": partial(GPT, width=32)}),
     "compiled": (Layout(compile_backend="aot_eager"), "selective", {}),
     "zero3": (Layout(dp=2, zero=3), "full", {"precision": "64-true"}),
     "copies of weights by autocast": (

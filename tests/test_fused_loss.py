@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measured_memory import AllocatedPeak
@@ -239,6 +240,20 @@ def test_logits_never_exist() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
         F.cross_entropy(compared.lazy(), torch.zeros(64, dtype=torch.int64))
     assert max(sizes) <= 64 * WIDTH
+
+
+def test_rows_go_with_the_backward() -> None:
+    leaf, weight, bias = Compared(64).leaves[1]
+    rows = leaf * 1
+    storage = StorageWeakRef(rows.untyped_storage())
+    loss = F.cross_entropy(
+        lazy_logits(HeadCall(rows, weight, bias, list[str]().append, num_classes=CLASSES)),
+        torch.zeros(64, dtype=torch.int64),
+    )
+    del rows
+    assert not storage.expired()
+    loss.backward()
+    assert storage.expired(), "though the loss is still there"
 
 
 # ------------------------------------------------------------------------------------------------------- training

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.errors import OffloadError
 from lightning_3d.zero.offload import steps
 from lightning_3d.zero.offload.states import OffloadedStates
+from lightning_3d.zero.offload.store import Advice, Store
 from tests.models import TinyGPT, TinyMLP, features
 from tests.optimizers import ClippingAdam
 from tests.parity import QUIET, Layout, fitted
@@ -171,3 +174,18 @@ def test_a_directory_that_one_rank_may_not_write_ends_all(workers: WorkerPools) 
         workers(2).run(_without_permission)
     assert caught.value.failures.keys() == {0, 1}
     assert all("OffloadError: can't offload to states" in report for report in caught.value.failures.values())
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    store, (before, most) = Store(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, most))
+    try:
+        with pytest.raises(OffloadError, match=r"A file of 2,097,152 bytes was to be made there"):
+            store.zeros(torch.Size([2**21]), torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    kept = store.zeros(torch.Size([4096]), torch.float32)
+    kept.add_(1)
+    store.advise([kept], Advice.NOT_FOR_A_WHILE)
+    assert kept.sum() == 4096
+    assert os.listdir(tmp_path) == []
