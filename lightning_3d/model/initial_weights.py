@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.distributed.agreement import gather_numbers
+from lightning_3d.distributed.agreement import described_alike, gather_numbers
 from lightning_3d.errors import PlanError
 from lightning_3d.model.absent import AbsentTensor
 from lightning_3d.model.unbuilt import UnbuiltTensor
@@ -72,7 +72,7 @@ def place_weights(
     """Give this stage its weights and buffers, the same as on rank 0, and put those of other stages on meta.
 
     Rank 0 sends its own, one at a time, as others may lack some, or have others without a seed. Those that the author
-    built on meta get memory for a checkpoint.
+    built on meta get memory for a checkpoint. Caches that not all ranks have alike stay each rank's own.
 
     Args:
         module: Complete, on every rank.
@@ -80,11 +80,14 @@ def place_weights(
         device: Where it goes.
         parameters_on: Where parameters go, if elsewhere.
     """
-    is_sent = dist.get_world_size() > 1
+    sent = set[str]()
+    if dist.get_world_size() > 1:
+        given = {fqn: tensor for fqn, tensor, _ in named_state(module) if not tensor.is_meta}
+        sent = described_alike({fqn: f"{tuple(tensor.shape)} {tensor.dtype}" for fqn, tensor in given.items()})
 
     def placed(fqn: str, tensor: Tensor) -> Tensor:
         goes_to = parameters_on or device if isinstance(tensor, nn.Parameter) else device
-        values = of_rank(0, tensor, device) if is_sent and not tensor.is_meta else None
+        values = of_rank(0, tensor, device) if fqn in sent else None
         if not holds(fqn):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if tensor.is_meta:

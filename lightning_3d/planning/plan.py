@@ -304,7 +304,10 @@ def _place_state(
 
     Without a trace it lies with its block alone.
     """
-    owners = {inner: fqn for fqn, block in blocks.items() for inner in block.modules()}
+    owners: dict[nn.Module, set[int]] = {}  # a module that several blocks share lies with each of them
+    for fqn, block in blocks.items():
+        for inner in block.modules():
+            owners.setdefault(inner, set()).update(ranks[fqn])
     everywhere = set(range(pp))
     used_by_glue = _used_by_glue(trace)
     names: dict[Tensor, list[str]] = {}
@@ -314,7 +317,7 @@ def _place_state(
         if owner not in owners and not isinstance(tensor, nn.Parameter):
             continue
         names.setdefault(tensor, []).append(fqn)
-        place = ranks[owners[owner]] if owner in owners and fqn not in used_by_glue else everywhere
+        place = owners[owner] if owner in owners and fqn not in used_by_glue else everywhere
         held.setdefault(tensor, set()).update(place)
         if trace is None and owner in owners:
             of_blocks.setdefault(tensor, set()).update(place)

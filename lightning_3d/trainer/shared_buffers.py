@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.distributed.agreement import described_alike
 from lightning_3d.distributed.mesh import Mesh
 
 
@@ -22,7 +23,8 @@ class SharedBuffers:
     """Sends buffers of the first replica to the others.
 
     Args:
-        module: Made parallel; what it registers later is not shared.
+        module: Made parallel. What it registers later is not shared, nor what replicas have in different shapes, as a
+            cache that a proof of its block has filled on one of them: it stays each replica's own.
         device: Where steps run.
     """
 
@@ -30,8 +32,10 @@ class SharedBuffers:
         self._module, self._device = module, device
         self._group, self._is_first = mesh.group("dp"), mesh.dp_rank == 0
         found = _local_buffers(module) if mesh.shape.dp > 1 else {}
-        self._expected = {fqn: (buffer.shape, buffer.dtype) for fqn, buffer in found.items()}
-        self._sizes = [buffer.numel() * buffer.element_size() for buffer in found.values()]
+        kinds = {fqn: (buffer.shape, buffer.dtype) for fqn, buffer in found.items()}
+        shared = described_alike({fqn: str(kind) for fqn, kind in kinds.items()}, self._group) if mesh.shape.dp > 1 else ()
+        self._expected = {fqn: kinds[fqn] for fqn in sorted(shared)}
+        self._sizes = [found[fqn].nbytes for fqn in self._expected]
         self._are_due = True
 
     def before_step(self, *, are_due_after: bool) -> None:

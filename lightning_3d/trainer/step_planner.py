@@ -14,6 +14,7 @@ from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import SplitError, TraceError
+from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.inline_mode import inline_text, reason_for_inline
 from lightning_3d.planning.plan import Plan
@@ -101,8 +102,8 @@ class StepPlanner:
             return observer, observer.observe(config, self._shape)
 
     def _decided(self, config: ThreeDConfig, observer: Observer, observed: Observation) -> Planned:
-        preserved, dtype = Generators(self._device).preserved(), self._precision.dtype_of_steps()
-        with self._wait("Planning"), preserved, dtype:  # on one rank alone
+        random, dtype = Generators(self._device).preserved(), self._precision.dtype_of_steps()
+        with self._wait("Planning"), random, dtype, preserved(self._module):  # on one rank alone, blocks' modules, too
             plan = on_one_rank(lambda: decide(observed, config, self._shape, self._device, self._wait))
         blocks = plan.blocks_in(self._module)
         if self._shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
