@@ -265,11 +265,12 @@ class ThreeDStrategy(Configured, StepsStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._trained is not None:
-            self._trained.close()
-            self._trained = None
-        super().teardown()
-        self._checkpoints.teardown()
+        trained, self._trained = self._trained, None
+        with ExitStack() as ending:  # last first, each also where others raise
+            ending.callback(self._checkpoints.teardown)
+            ending.callback(super().teardown)
+            if trained is not None:
+                ending.callback(trained.close)
 
     @override
     def _fail(self, error: BaseException) -> Exception | None:

@@ -26,6 +26,13 @@ MANIFEST = "manifest.json"
 """File with the sizes and checksums of the others. Folders that Lightning wrote have none."""
 
 
+NOT_SHARED = (
+    "the ranks' file systems differ, and all of them must share the one of a checkpoint. Save to a path that all nodes"
+    " share, or have rank 0 write files (save_distributed_checkpoint=False)"
+)
+"""Why a rank does not find what another has written, and the way on."""
+
+
 def local_path(path: str | os.PathLike[str]) -> Path | None:
     """The path on this machine's file systems; None for a URL of another that ``fsspec`` knows."""
     scheme, separator, rest = os.fspath(path).partition("://")
@@ -80,6 +87,13 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         give_up(path)
         raise
+
+
+def is_seen(path: Path) -> bool:
+    """Whether this rank sees a name that another has made just now."""
+    with suppress(OSError):
+        os.close(os.open(path.parent, os.O_RDONLY))  # a network's file system asks its server for the names again
+    return path.exists()
 
 
 def make_room(path: Path) -> None:

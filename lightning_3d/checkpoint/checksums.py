@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint folder are as they were written, by its manifest.
+"""Whether a checkpoint is as it was written: a folder by its manifest, a file by the checksums of its records.
 
 __0_0.distcp     tensors and other values that rank 0 wrote, and so on for every rank
 .metadata        the index of torch.distributed.checkpoint
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import xxhash
 
 from lightning_3d.checkpoint.atomic import MANIFEST
+from lightning_3d.checkpoint.records import damaged_records
 from lightning_3d.errors import CheckpointError
 
 REPAIR = "Load another checkpoint, or copy this one again from where it is whole"
@@ -109,14 +110,14 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
 # --------------------------------------------------------------------------------------------------------------- damage
 
 
-def check_files(path: Path, *, is_shared: bool = False) -> None:
-    """Check all files of a checkpoint folder.
+def check_content(path: Path, *, is_shared: bool = False) -> None:
+    """Check all files of a checkpoint folder, or all records of a file.
 
     Args:
         is_shared: Whether each is read by one of the ranks, which all call it.
 
     Raises:
-        CheckpointError: Files are damaged; with their names, of all ranks.
+        CheckpointError: Some are damaged; with their names, of all ranks.
     """
     problems = [] if is_shared else damage(path)
     if is_shared:
@@ -130,12 +131,14 @@ def check_files(path: Path, *, is_shared: bool = False) -> None:
 
 
 def damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """The problems of a checkpoint folder, a line each; one without a manifest has none.
+    """The problems of a checkpoint, a line each; a folder without a manifest has none.
 
     Args:
-        rank: Reads every file from this one on whose turn it is.
+        rank: Reads every file, or record, from this one on whose turn it is.
         num_ranks: As many read the others.
     """
+    if path.is_file():
+        return damaged_records(path, rank=rank, num_ranks=num_ranks)
     try:
         files = read_manifest(path) or {}
     except (OSError, ValueError) as error:

@@ -11,6 +11,8 @@ When rank 0 comes to a tensor, it calls the other ranks, which serve until there
 
     rank 0    write | "a" | gather | write | "b" | gather | write ... end of file | None
     others            "a" | gather |         "b" | gather |                         None
+
+Before each box a rank sends whether it comes, so that one that can't send leaves none waiting.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.box import Box, Share, TensorInfo
 from lightning_3d.checkpoint.content import TreePath
 from lightning_3d.checkpoint.lazy import LazyTensor, of_its_own
+from lightning_3d.distributed.agreement import alike
+from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.pytree import tree_map_only
 
@@ -96,42 +100,72 @@ class Gathering:
         }
 
     def served(self, act: Callable[[], _Result]) -> _Result | None:
-        """Let rank 0 do something that makes tensors; a collective of all ranks, None but on rank 0."""
-        if dist.get_rank() == 0:
-            try:
-                return act()
-            finally:
-                _announced(None)
-        while (path := _announced(None)) is not None:
-            self._full(path)
-        return None
+        """Let rank 0 do something that makes tensors; a collective of all ranks, None but on rank 0.
+
+        Raises:
+            Exception: What ``act`` raised, or why a rank could not send; on all ranks.
+        """
+        result: _Result | None = None
+        with alike():
+            if dist.get_rank() == 0:
+                try:
+                    result = act()
+                finally:
+                    _announced(None)
+            else:
+                while (path := _announced(None)) is not None:
+                    self._send(path)
+        return result
 
     def _made(self, path: TreePath) -> Tensor:
         held = self._own.get(path)
         if isinstance(held, Share) and held.parts is None and not isinstance(held.tensor, DTensor):
             return of_its_own(held.tensor.detach().cpu())
-        full = self._full(_announced(path))
-        assert full is not None
+        pieces, device = self._found[path], _sending_device()
+        full = torch.empty(pieces.info.shape, dtype=pieces.info.dtype)  # all memory comes before others wait to send
+        places = [(sender, box, full[box.full]) for sender, box in pieces.senders.values()]
+        rooms = [(sender, place, _room(place, device)) for sender, _, place in places if sender != 0]
+        _announced(path)
+        if reasons := [reason for sender, _, room in rooms if (reason := _received(room, sender))]:
+            raise CheckpointError(f"{'.'.join(map(str, path))} could not be gathered: {reasons[0]}")
+        for _, place, room in rooms:
+            if room is not place:
+                place.copy_(room)
+        for sender, box, place in places:
+            if sender == 0:
+                place.copy_(self._own[path].at(box))
         return full
 
-    def _full(self, path: TreePath) -> Tensor | None:
-        """The tensor put together on rank 0; None on others, which send theirs."""
-        pieces, rank, device = self._found[path], dist.get_rank(), _sending_device()
-        full = torch.empty(pieces.info.shape, dtype=pieces.info.dtype) if rank == 0 else None
-        for sender, box in pieces.senders.values():
-            if full is None:
-                if sender == rank:
-                    dist.send(_bytes(self._own[path].at(box).to(device)), 0)
-            elif sender == 0:
-                full[box.full] = self._own[path].at(box)
-            else:
-                place = full[box.full]
-                is_direct = device == "cpu" and place.is_contiguous()
-                room = place if is_direct else torch.empty(box.sizes, dtype=full.dtype, device=device)
-                dist.recv(_bytes(room), sender)
-                if not is_direct:
-                    place.copy_(room)
-        return full
+    def _send(self, path: TreePath) -> None:
+        """Send this rank's boxes of a tensor to rank 0, or why it can't."""
+        for sender, box in self._found[path].senders.values():
+            if sender != dist.get_rank():
+                continue
+            try:
+                content, reason = _bytes(self._own[path].at(box).to(_sending_device())), ""
+            except Exception as error:  # rank 0 waits, and raises it on all ranks
+                content, reason = None, f"rank {sender} ran into {type(error).__name__}: {error}"
+            text = torch.frombuffer(bytearray(reason.encode() or b"-"), dtype=torch.uint8)
+            dist.send(torch.tensor([len(text) if reason else 0], device=_sending_device()), 0)
+            dist.send(text.to(_sending_device()) if content is None else content, 0)
+
+
+def _room(place: Tensor, device: str) -> Tensor:
+    """Memory for what goes to a place in a tensor: the place itself, where it can be received right there."""
+    is_direct = device == "cpu" and place.is_contiguous()
+    return place if is_direct else torch.empty(place.shape, dtype=place.dtype, device=device)
+
+
+def _received(room: Tensor, sender: int) -> str:
+    """Receive a box, or why its rank could not send it; empty if it did."""
+    length = torch.zeros(1, dtype=torch.int64, device=room.device)
+    dist.recv(length, sender)
+    if not length:
+        dist.recv(_bytes(room), sender)
+        return ""
+    text = torch.empty(int(length), dtype=torch.uint8, device=room.device)
+    dist.recv(text, sender)
+    return bytes(text.tolist()).decode()
 
 
 def _sending_device() -> str:

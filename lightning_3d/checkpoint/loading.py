@@ -13,20 +13,21 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile, is_zipfile
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.atomic import MANIFEST, META, completed
+from lightning_3d.checkpoint.atomic import MANIFEST, META, NOT_SHARED, completed
 from lightning_3d.checkpoint.box import Share
-from lightning_3d.checkpoint.checksums import check_files, read_manifest
+from lightning_3d.checkpoint.checksums import check_content, read_manifest
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, TreePath, in_place, joined, sections, states_of
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
 from lightning_3d.checkpoint.lazy import LazyTensor, SavedState, as_lazy, save_lazily, take
 from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.checkpoint.reading import unpickling
+from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 from lightning_3d.tensor.placement import Parts, marked
 
@@ -44,11 +45,14 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
         weights_only: As in ``torch.load``.
 
     Raises:
-        CheckpointError: It can't be read; on all ranks.
+        CheckpointError: It can't be read, or ranks see different ones; on all ranks.
 
     """
-    if path.is_dir():
-        check_files(path, is_shared=True)
+    there = on_one_rank(lambda: _seen_at(path))
+    with failing_alike(f"read the checkpoint {path}"):
+        if (seen := _seen_at(path)) != there:
+            raise CheckpointError(f"Rank 0 sees {there} there, and this rank {seen}: {NOT_SHARED}")
+    check_content(path, is_shared=True)
     checkpoint: dict[str, Any] = {}
     with failing_alike(f"read the checkpoint {path}"):
         if path.is_dir():
@@ -56,6 +60,10 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
         else:
             checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     return checkpoint
+
+
+def _seen_at(path: Path) -> str:
+    return "a folder" if path.is_dir() else "a file" if path.exists() else "nothing"
 
 
 def _own_parts(folder: Folder, module: nn.Module) -> dict[str, Any]:
@@ -115,7 +123,7 @@ def located(path: Path) -> Path:
 
 
 def checked(path: Path) -> Path:
-    """Where the checkpoint of a path is, whose files have been compared with their checksums.
+    """Where the checkpoint of a path is, whose files or records have been compared with their checksums.
 
     Raises:
         CheckpointNotFoundError: There is nothing.
@@ -123,8 +131,7 @@ def checked(path: Path) -> Path:
 
     """
     path = located(path)
-    if path.is_dir():
-        check_files(path)
+    check_content(path)
     return path
 
 
@@ -141,10 +148,6 @@ def verify_checkpoint(location: str | PathLike[str]) -> str:
     """
     path = checked(Path(location))
     if path.is_file():
-        with unpickling(path), ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"{path} is damaged: its record {damaged} has another content than was written")
         return f"{location} is whole: one file, {path.stat().st_size} bytes"
     if (files := read_manifest(path)) is None:
         raise CheckpointError(f"{path} has no checksums to compare it with: folders of Lightning have no {MANIFEST}")
@@ -190,7 +193,8 @@ def _are_equal(first: object, second: object) -> bool:
 
 
 def read_folder(path: object, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
-    """A checkpoint folder as one dictionary, for ``MyModule.load_from_checkpoint``; None where there is none.
+    """A checkpoint folder as one dictionary, for ``MyModule.load_from_checkpoint``; None where there is none, and of a
+    file, whose records are checked.
 
     Args:
         map_location: As in ``torch.load``.
@@ -200,6 +204,8 @@ def read_folder(path: object, map_location: Any, weights_only: bool | None) -> d
         The contents of a file, but for the states of optimizers.
     """
     if not isinstance(path, str | Path) or not is_sharded_checkpoint(Path(path)):
+        if isinstance(path, str | Path) and Path(path).is_file():
+            check_content(Path(path))
         return None
     content = io.BytesIO()
     save_lazily(lazy_checkpoint(checked(Path(path)), weights_only=weights_only, leave_out="optimizers"), content)

@@ -170,6 +170,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         """
         path, trainer = os.fspath(self._strategy.broadcast(path)), self._module.trainer
         goes_on = self.is_training and trainer.state.status == TrainerStatus.RUNNING
+        goes_on &= not lightning_helpers.is_for_requeue(path)  # after which SLURM may end the job at any time
         self.saves.wait()
         content = content_of(checkpoint, marked(self._module))
         if not self._writes_folders:
@@ -252,8 +253,8 @@ class ThreeDCheckpointIO(CheckpointIO):
         if weights_only is None and isinstance(launcher, RunLauncher):
             weights_only = launcher.weights_only
         local = local_path(path)
-        local = None if local is None else completed(local)
-        if local is not None and (local.is_dir() or not self._is_users):
+        local = None if local is None else on_one_rank(partial(completed, local))
+        if local is not None and (not self._is_users or on_one_rank(local.is_dir)):
             checkpoint = read_checkpoint(local, self._module, weights_only=weights_only)
         else:
             if not self._is_users:  # Lightning would unpickle anything that comes by http

@@ -14,15 +14,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils.serialization import config
 from typing_extensions import override
 
 from lightning_3d.checkpoint.atomic import (
     MANIFEST,
     META,
+    NOT_SHARED,
     aside,
     check_no_others,
     give_up,
+    is_seen,
     make_room,
     publish,
     replacing,
@@ -45,7 +46,7 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
     """Write a checkpoint folder, in place of what is there; a collective of all ranks.
 
     Args:
-        path: The same on all ranks, on a file system that all of them share.
+        path: The same on all ranks, on a file system that all of them share, which is checked.
         content: The part of this rank.
         group: A group of all ranks for CPU tensors; the default one without it.
 
@@ -58,6 +59,10 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
         with failing_alike(action, group):
             if is_first:
                 make_room(path)
+                aside(path).mkdir()
+        with failing_alike(action, group):
+            if not is_seen(aside(path)):
+                raise CheckpointError(f"This rank does not see {aside(path)}, which rank 0 has made: {NOT_SHARED}")
         writer = _FolderWriter(aside(path))
         with failing_alike(action, group):
             save(state, storage_writer=writer, planner=_Planner(), process_group=group)
@@ -68,12 +73,26 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
                 with writer.fs.create_stream(aside(path) / META, "wb") as file:
                     file.write(rest)
                 files = {name: checksum for of_rank in (*every, writer.checksums) for name, checksum in of_rank.items()}
+                _check_all_seen(aside(path), files)
                 (aside(path) / MANIFEST).write_text(manifest_of(files))
                 publish(path)
     except CheckpointError:
         if is_first:
             give_up(path)
         raise
+
+
+def _check_all_seen(folder: Path, files: Mapping[str, Checksum]) -> None:
+    """Check that what all ranks have written is in this rank's folder.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    sizes = {name: (folder / name).stat().st_size if is_seen(folder / name) else None for name in files}
+    if others := [name for name, size in sizes.items() if size != files[name].size]:
+        named = ", ".join(others[:3]) + (", ..." if others[3:] else "")
+        what = f"{len(others)} of {len(files)} files are not in {folder} as they were written ({named})"
+        raise CheckpointError(f"{what}: {NOT_SHARED}")
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -111,11 +130,6 @@ class _FolderWriter(FileSystemWriter):
         """Checksums of the files that this rank has written, by name."""
         # torch writes the index to another name first
         return {name.removesuffix(".tmp"): checksum for name, checksum in self.fs.checksums.items()}
-
-    @override
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        with cast(Any, config).patch("save.compute_crc32", False):  # each tensor's own, which nobody would read
-            return super().write_data(*args, **kwargs)
 
 
 class _ChecksummedFiles(FileSystem):

@@ -6,7 +6,7 @@ import atexit
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -82,8 +82,8 @@ class RunControl:
 
     def close(self) -> None:
         """Watch no more."""
-        self._open.close()
-        self._watchdog.close()
+        with closing(self._watchdog):
+            self._open.close()
         if self.has_failed:  # the board may have ended with the rank that failed first
             return
         board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]

@@ -6,6 +6,7 @@ strategy does; ``ThreeDPrecision`` overrides ``_wrap_closure`` and calls ``_afte
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.plugins import LayerSync, TorchCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -157,6 +159,28 @@ def requeue(trainer: Trainer, signum: int) -> None:
     """Save a checkpoint and have SLURM run the job again. Every rank calls it."""
     connector: Any = trainer._signal_connector
     type(connector)._slurm_sigusr_handler_fn(connector, signum, None)
+
+
+def is_for_requeue(path: str) -> bool:
+    """Whether a checkpoint is that which the Trainer saves before it has SLURM run the job again."""
+    return os.path.basename(path).startswith("hpc_ckpt_")
+
+
+@contextmanager
+def torn_down_anyway(trainer: Trainer) -> Iterator[None]:
+    """Let a Trainer whose run has failed tear down also where a hook or a logger that it tells of that raises."""
+    interrupt = call._interrupt
+
+    def interrupted(failed: Trainer, exception: BaseException) -> None:
+        try:
+            interrupt(failed, exception)
+        except BaseException:
+            if failed is trainer:
+                failed._teardown()
+            raise
+
+    with attributes_replaced(call, {"_interrupt": interrupted}):
+        yield
 
 
 @contextmanager

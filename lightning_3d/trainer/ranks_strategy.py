@@ -190,6 +190,7 @@ class RanksStrategy(ParallelStrategy):
     def _fail(self, error: BaseException) -> Exception | None:
         """Another exception to raise in place of one that ends a run, if any."""
         forget_meshes()
+        self._session.enter_context(lightning_helpers.torn_down_anyway(self._module.trainer))
         return None if self._control is None else self._control.fail(error, self._session)
 
     @property
@@ -202,14 +203,15 @@ class RanksStrategy(ParallelStrategy):
         """Parameters stay where they are, as the model stays parallel."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._session.close()
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        control, self._control = self._control, None
+        with ExitStack() as ending:  # last first, each also where others raise
+            ending.callback(self.checkpoint_io.teardown)
+            ending.callback(self.accelerator.teardown)
+            ending.callback(self.precision_plugin.teardown)
+            ending.callback(self.cluster_environment.teardown)
+            if control is not None:
+                ending.callback(control.close)
+            ending.callback(self._session.close)
 
     # ---- collectives
 

@@ -33,8 +33,10 @@ class SharedBuffers:
         self._group, self._is_first = mesh.group("dp"), mesh.dp_rank == 0
         found = _local_buffers(module) if mesh.shape.dp > 1 else {}
         kinds = {fqn: (buffer.shape, buffer.dtype) for fqn, buffer in found.items()}
-        shared = described_alike({fqn: str(kind) for fqn, kind in kinds.items()}, self._group) if mesh.shape.dp > 1 else ()
-        self._expected = {fqn: kinds[fqn] for fqn in sorted(shared)}
+        if mesh.shape.dp > 1:
+            shared = described_alike({fqn: str(kind) for fqn, kind in kinds.items()}, self._group)
+            kinds = {fqn: kinds[fqn] for fqn in sorted(shared)}
+        self._expected = kinds
         self._sizes = [found[fqn].nbytes for fqn in self._expected]
         self._are_due = True
 
