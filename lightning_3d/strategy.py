@@ -368,6 +368,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         if self._resuming is not None and "optimizer_states" in checkpoint:  # it is to go on from
             run = {
                 "mesh": asdict(self.mesh.shape),
+                "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "steps": {"seed": self._parts.randomness.seed, "number": self._num_steps},
                 "ranks": gather_ranks(self._resuming.state()),
             }

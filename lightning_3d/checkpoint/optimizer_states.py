@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.box import TensorInfo, state_share
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import LazyTensor, info_of, made, take, unread
-from lightning_3d.checkpoint.match import by_fqn, check_groups, check_num_optimizers
+from lightning_3d.checkpoint.match import by_fqn, check_groups, check_kind, check_num_optimizers
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts, marked
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
@@ -35,6 +35,7 @@ def load_optimizers(
     *,
     strict: bool,
     shards: Shards = NO_SHARDS,
+    saved_as: Sequence[str] = (),
 ) -> None:
     """Give optimizers this rank's part of saved states; a collective of all ranks.
 
@@ -44,6 +45,7 @@ def load_optimizers(
         module: The whole module; blocks of other stages are on the meta device.
         strict: Whether the FQNs of each group must be the same.
         shards: As in `optimizer_state`.
+        saved_as: The classes of the optimizers that were saved, where the checkpoint tells them.
 
     Raises:
         CheckpointError: They do not fit, or can't be read; on all ranks, before any optimizer is changed.
@@ -55,6 +57,8 @@ def load_optimizers(
         for i, optimizer in enumerate(map(unwrapped, optimizers)):
             if has_no_parameters(optimizer):
                 continue
+            kind = {"name": type(optimizer).__name__, "saved_as": saved_as[i] if saved_as else None}
+            check_kind(states[i]["param_groups"], optimizer.defaults, optimizer=i, **kind)
             named, current = named_parameters(module, optimizer), optimizer.state_dict()["param_groups"]
             groups = _with_fqns(current, named)
             saved = by_fqn(states[i], groups, optimizer=i)

@@ -39,6 +39,7 @@ from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.match import check_is_lightning
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state, parameters_of
 from lightning_3d.checkpoint.own_state import like_state, load_model, shown_state, state_of, tied_fqns
+from lightning_3d.checkpoint.run_state import RUN
 from lightning_3d.checkpoint.saves import Saves
 from lightning_3d.checkpoint.writing import write_file, write_folder
 from lightning_3d.config.settings import ThreeDConfig
@@ -279,7 +280,8 @@ class ThreeDCheckpointIO(CheckpointIO):
         """Fill the optimizers from a checkpoint that ``load_checkpoint`` gave."""
         if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew
             strict, optimizers = self._module.strict_loading, self._strategy.optimizers
-            load_optimizers(states, self._module, optimizers, strict=strict, shards=self._shards)
+            saved_as = (checkpoint.get(RUN) or {}).get("optimizers", ())
+            load_optimizers(states, self._module, optimizers, strict=strict, shards=self._shards, saved_as=saved_as)
 
     @override
     def teardown(self) -> None:

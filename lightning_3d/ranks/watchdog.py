@@ -5,6 +5,7 @@ only that a connection is lost. If that process is stopped, it learns nothing be
 
     a rank raises             it leaves its failure on the board (see ending.py), and each thread reads it
     a process is stopped      rank 0 misses its beats, or another rank those of rank 0, and leaves that as the failure
+    a process is quiet        it may hold Python's lock, as in `json.load`: ranks of its machine beat for it while it runs
     a main thread waits on    its own thread ends the process, with the failure as its last words
 """
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_3d.ranks.board import Board
 from lightning_3d.ranks.failure import ENDED_SILENTLY, Failure
+from lightning_3d.ranks.processes import is_running, this_process
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +75,8 @@ class Watchdog:
     """Beats for this rank and watches the others, from ``start`` to ``close``.
 
     Args:
-        timeout: Seconds without a beat after which a process counts as stopped.
+        timeout: Seconds without a beat, of its own or of a rank of its machine that sees it run, after which a process
+            counts as stopped.
         looks: Are called in the thread with every beat.
         before_exit: Is called before the thread ends the process.
     """
@@ -84,6 +87,7 @@ class Watchdog:
         self._post, self._timeout, self._looks, self._before_exit = post, timeout, looks, before_exit
         self._num_beats = 0
         self._last_beats: dict[int, tuple[str, float]] = {}  # and when each was new
+        self._processes: dict[int, str] = {}  # of ranks that were quiet
         self._closing = Event()
         self._age = 0.0  # seconds, without those in which this process was stopped itself
         self._looked_at: float | None = None  # None where nothing is left to look at
@@ -97,6 +101,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to beat."""
+        self._post.board.put(f"process/{self._post.rank}", this_process())
         self._beat()
         self._looked_at = self._age
         for thread in self._threads:
@@ -139,6 +144,7 @@ class Watchdog:
         board, me = self._post.board, self._post.rank
         if (stopped := self._stopped()) is not None:
             board.put_first("failure", stopped.to_text())
+        self._vouch()
         if (text := board.get("failure")) is not None:
             self.failure = Failure.from_text(text)
             board.put(f"seen/{me}", "")
@@ -155,10 +161,26 @@ class Watchdog:
             rank: last if (last := self._last_beats.get(rank)) and last[0] == beat else (beat, self._age)
             for rank, beat in beats.items()
         }
-        for rank, (_, since) in self._last_beats.items():
-            if self._age > since + self._timeout:
+        quiet = [rank for rank, (_, since) in self._last_beats.items() if self._age > since + self._timeout / 2]
+        if quiet:
+            self._post.board.put("quiet", " ".join(map(str, quiet)))
+        for rank in quiet:
+            if self._age > self._last_beats[rank][1] + self._timeout:
                 return self._post.silent(rank, f"its process has given no sign of life for {self._timeout:g} s")
         return None
+
+    def _vouch(self) -> None:
+        """Beat for quiet ranks whose processes run on this machine; each that beats again takes itself off the list."""
+        board, me = self._post.board, self._post.rank
+        quiet = list(map(int, (board.get("quiet") or "").split()))
+        if me in quiet:
+            board.put("quiet", " ".join(str(rank) for rank in quiet if rank != me))
+        for rank in quiet:
+            if rank not in self._processes:
+                self._processes[rank] = board.get(f"process/{rank}") or ""
+            if rank != me and is_running(self._processes[rank]):
+                step = (board.get(f"beat/{rank}") or "").partition(" ")[2]
+                board.put(f"beat/{rank}", f"{self._num_beats}-of-{me} {step}")
 
     def _has_left(self, rank: int) -> bool:
         """Whether a rank had left when it was last looked at."""
