@@ -142,6 +142,15 @@ def load_what_does_not_fit(folder: Path) -> None:
     raises(model, [AdamW(model.parameters())], "states of 5 optimizers, but 1 are to be restored")
     optimizers = build_optimizers(model)
     raises(model, [AdamW(model.parameters()), *optimizers[1:]], "optimizer 0: it", strict=False)
+    others = [*optimizers[:2], Adagrad(model.parameters()), *optimizers[3:]]
+    raises(
+        model, others, "optimizer 2: it was saved of another kind, with momentum, .*this one is Adagrad, .* lr_decay"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"optimizer 2: it was saved of SGD, and this one is Adagrad, which needs"
+    ):
+        names = [type(optimizer).__name__ for optimizer in optimizers]
+        load_optimizers(saved[0]["optimizer_states"], model, others, strict=True, saved_as=names)
     optimizers[1] = AdamW(list(model.parameters())[1:])
     raises(model, optimizers, "optimizer 1: i")
     with pytest.raises(CheckpointError, match="parameters \\[0\\] of SGD are not parameters of Staged"):

@@ -7,19 +7,22 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.serialization import config
 
 from lightning_3d.checkpoint import read_folder
 from lightning_3d.checkpoint.atomic import MANIFEST, META
 from lightning_3d.checkpoint.checksums import Checksum, damage, manifest_of
 from lightning_3d.checkpoint.content import MODEL
+from lightning_3d.checkpoint.export import export_checkpoint
 from lightning_3d.checkpoint.own_state import shown_state
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
-from tests.checkpoints import restore, save_folder, staged
+from tests.checkpoints import restore, save_file, save_folder, staged
 from tests.workers import WorkerPools
 
 NOTHING = Checksum(size=0, xxh3_64="0")
@@ -144,3 +147,44 @@ def test_the_command(workers: WorkerPools, tmp_path: Path, capsys: pytest.Captur
         with pytest.raises(SystemExit, match="1"):
             main(["checkpoint", "verify", str(tmp_path / name)])
         assert reason in capsys.readouterr().err
+
+
+def _flip_a_bit(path: Path) -> str:
+    """Change a weight; returns the record that it is in."""
+    with ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda record: record.file_size)
+        data = archive.read(largest)
+    content = path.read_bytes()
+    assert content.count(data) == 1
+    path.write_bytes(content.replace(data, data[:5] + bytes([data[5] ^ 1]) + data[6:]))
+    return largest.filename
+
+
+def _load_flipped(folder: Path) -> None:
+    model, _ = staged()
+    save_file(folder / "whole.ckpt", {MODEL: shown_state(model), "epoch": 3})
+    said = [""]
+    if dist.get_rank() == 0:
+        shutil.copy(folder / "whole.ckpt", folder / "flipped.ckpt")
+        said = [_flip_a_bit(folder / "flipped.ckpt")]
+    dist.broadcast_object_list(said)
+    assert restore(folder / "whole.ckpt", staged()[0]) == {"epoch": 3}
+    found = _alike(_tried(lambda: restore(folder / "flipped.ckpt", staged()[0])))
+    assert f"flipped.ckpt is damaged: its record {said[0]} has another content than was written" in found
+    for read in (
+        lambda: read_folder(folder / "flipped.ckpt", "cpu", True),
+        lambda: export_checkpoint(folder / "flipped.ckpt", folder / f"to{dist.get_rank()}"),
+    ):
+        with pytest.raises(CheckpointError, match="is damaged: its record"):
+            read()
+
+
+def test_a_file_with_a_flipped_bit(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(_load_flipped, tmp_path)
+
+
+def test_a_file_without_checksums_and_one_of_an_old_torch(tmp_path: Path) -> None:
+    with config.patch("save.compute_crc32", False):
+        torch.save({"weight": torch.ones(9)}, tmp_path / "without.ckpt")
+    torch.save({"weight": torch.ones(9)}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert damage(tmp_path / "without.ckpt") == damage(tmp_path / "old.ckpt") == []

@@ -119,3 +119,61 @@ def _fits(layout: Layout) -> list[list[str]]:
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, num_microbatches=2), Layout(tp=2)], ids=str)
 def test_all_is_as_before(workers: WorkerPools, layout: Layout) -> None:
     assert workers(2).run(_fits, layout) == [[[], []]] * 2
+
+
+class Raising(L.Callback):
+    """Raises in a hook, after a step that fails or not."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+        setattr(self, hook, self.fail)
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        raise Failure(self.hook)
+
+
+class Part:
+    """Raises where the strategy tears a part of its run down."""
+
+    def __init__(self, trainer: L.Trainer, part: str) -> None:
+        strategy: Any = trainer.strategy
+        owners = {"session": strategy._session, "io": strategy.checkpoint_io, "precision": strategy.precision_plugin}
+        self.owner, self.name = owners[part], "teardown"
+        if part == "session":
+            self.owner.callback(self.fail)
+        else:
+            self.owner.teardown = self.fail
+
+    def fail(self) -> None:
+        vars(self.owner).pop(self.name, None)
+        raise Failure("in teardown")
+
+
+def _left_by(layout: Layout, hook: str, part: str) -> list[str]:
+    """What a run leaves changed of torch, Lightning and the process whose end raises."""
+    callbacks = [Raising(hook)] if hook else []
+    trainer = L.Trainer(
+        **{**QUIET, "max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": False},
+        devices=layout.world_size,
+        strategy=layout.strategy(),
+        callbacks=callbacks,
+    )
+    model = Model(fails=hook == "on_exception")
+    if part:
+        Part(trainer, part)
+    before = Surroundings()
+    with pytest.raises(Failure):
+        trainer.fit(model, loader(tokens(18), global_batch_size=8))
+    gc.collect()
+    return before.changes(Surroundings())
+
+
+ENDS = [("on_exception", ""), ("teardown", ""), ("", "session"), ("", "io"), ("", "precision")]
+
+
+def _ends(layout: Layout) -> list[list[str]]:
+    return [_left_by(layout, hook, part) for hook, part in ENDS]
+
+
+def test_all_is_as_before_where_an_end_raises(workers: WorkerPools) -> None:
+    assert workers(2).run(_ends, Layout(dp=2)) == [[[]] * len(ENDS)] * 2

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import random
 import re
+import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch.distributed as dist
 
+from lightning_3d import ThreeDStrategy
+from lightning_3d.ranks.processes import is_running, this_process
+from tests.models import TinyMLP, features, loader
+from tests.parity import QUIET
 from tests.scripts import start
 from tests.scripts.ends import LAYOUTS, Case, world_size
+from tests.workers import WorkerPools
 
 
 @dataclass(frozen=True)
@@ -245,3 +257,43 @@ def test_200_fits_end_cleanly(tmp_path: Path) -> None:
     cases = [Case(layout=layout, ranks=[], num_steps=2) for layout in layouts * 25]
     ends = run(cases, tmp_path)
     assert sum(status == 0 for end in ends for status in end.statuses.values()) == 200
+
+
+class Holding(TinyMLP):
+    """Holds Python's lock in setup on one rank, as reading a large JSON file does."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def setup(self, stage: str) -> None:
+        if dist.get_rank() == self.rank:
+            ctypes.PyDLL(None).usleep(3_000_000)
+
+
+def held() -> None:
+    for rank in (0, 1):
+        strategy = ThreeDStrategy(heartbeat_timeout=timedelta(seconds=1.5))
+        trainer = L.Trainer(**QUIET, strategy=strategy, devices=2, max_steps=1, enable_checkpointing=False)
+        trainer.fit(Holding(rank), loader(features(8), global_batch_size=4, data_parallel_size=2))
+        assert trainer.global_step == 1
+
+
+def test_a_rank_that_holds_pythons_lock_is_alive(workers: WorkerPools) -> None:
+    workers(2).run(held)
+
+
+def test_a_process_runs_until_it_is_stopped_or_ends() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    name = this_process().replace(f" {os.getpid()} ", f" {child.pid} ")
+    name = " ".join([*name.split()[:3], Path(f"/proc/{child.pid}/stat").read_text().split()[21]])
+    assert is_running(this_process())
+    assert is_running(name)
+    assert not is_running(name[:-1])
+    assert not is_running("")
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)
+    assert not is_running(name)
+    child.kill()
+    child.wait()
+    assert not is_running(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
 import threading
@@ -20,9 +21,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.serialization import get_crc32_options
 
 from lightning_3d import ConfigError
-from lightning_3d.checkpoint import read_folder, trainer_io
+from lightning_3d.checkpoint import gathering, read_folder, trainer_io
 from lightning_3d.checkpoint.loading import verify_checkpoint
 from lightning_3d.checkpoint.trainer_io import is_too_large
 from lightning_3d.checkpoint.writing import write_folder
@@ -263,3 +266,97 @@ def test_files_alone_go_to_remote_file_systems(workers: WorkerPools) -> None:
     assert "ModelCheckpoint saves to memory://saved, which is on a remote file system" in first
     assert "save_distributed_checkpoint=False" in first
     assert workers(2).run(_to_memory, Layout(pp=2), "memory://saved") == ["saved", "saved"]
+
+
+# ------------------------------------------------------------------------------------------- disks that nodes have alone
+
+
+def _elsewhere(is_left_over: bool) -> tuple[str, str]:
+    """Save over a checkpoint of one step where each rank has a disk of its own, and load that one there."""
+    layout = Layout(dp=2, zero=3, save_distributed_checkpoint=True)
+    trainer = _fit(layout, enable_checkpointing=False)
+    trainer.save_checkpoint("before.ckpt")
+    dist.barrier()
+    disk = Path(f"disk{dist.get_rank()}").absolute()
+    disk.mkdir()
+    if dist.get_rank() == 0:
+        Path("before.ckpt").rename(disk / "same.ckpt")
+    elif is_left_over:  # of a save that was killed
+        (disk / ".same.ckpt.saving").mkdir()
+    with contextlib.chdir(disk):
+        with pytest.raises(CheckpointError) as unsaved:
+            trainer.save_checkpoint("same.ckpt")
+        with pytest.raises(CheckpointError) as unread:
+            _fit(layout, enable_checkpointing=False, ckpt_path=Path("same.ckpt"))
+        if dist.get_rank() == 0:
+            verify_checkpoint("same.ckpt")
+            assert [path.name for path in Path().iterdir()] == ["same.ckpt"], "nothing else is left"
+    return str(unsaved.value), str(unread.value)
+
+
+@pytest.mark.parametrize(
+    ("is_left_over", "says"), [(False, "does not see .same.ckpt.saving"), (True, "files are not in")]
+)
+def test_a_folder_that_ranks_do_not_share(workers: WorkerPools, is_left_over: bool, says: str) -> None:
+    first, second = workers(2).run(_elsewhere, is_left_over)
+    assert first == second
+    assert says in first[0]
+    assert "Rank 0 sees a folder there, and this rank nothing" in first[1]
+    assert all("all of them must share" in said and said.count("\n") == 0 for said in first)
+
+
+def _with_a_rank_that_can_not_send() -> str:
+    trainer = _fit(Layout(dp=2, zero=3), enable_checkpointing=False)
+    fails = patch.object(gathering, "_bytes", side_effect=torch.OutOfMemoryError("no room for the copy"))
+    with fails if dist.get_rank() == 1 else contextlib.nullcontext(), pytest.raises(CheckpointError) as raised:
+        trainer.save_checkpoint("one.ckpt")
+    trainer.save_checkpoint("other.ckpt")
+    verify_checkpoint("other.ckpt")
+    assert not Path("one.ckpt").exists()
+    return str(raised.value)
+
+
+def test_a_rank_that_can_not_send_its_part(workers: WorkerPools) -> None:
+    first, second = workers(2).run(_with_a_rank_that_can_not_send)
+    assert first == second
+    assert "Could not write" in first
+    assert "rank 1 ran into OutOfMemoryError: no room for the copy" in first
+
+
+class _Requeued(Callback):
+    """Saves as the Trainer does before it has SLURM run the job again."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint("hpc_ckpt_1.ckpt")
+            verify_checkpoint("hpc_ckpt_1.ckpt")
+            assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+
+
+class _Settings(Callback):
+    """Looks at what the user's own torch.save would find while a checkpoint is written in the background."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        write = FileSystemWriter.write_data
+
+        def looking(*args: Any) -> Any:
+            self.seen.append(get_crc32_options())
+            return write(*args)
+
+        with patch.object(FileSystemWriter, "write_data", looking):
+            yield
+
+
+def _in_background() -> None:
+    settings = _Settings()
+    with settings.looked_at():
+        _fit(IN_BACKGROUND, _Requeued(), _every_step())
+    assert settings.seen == [True] * (NUM_STEPS + 1)
+
+
+def test_a_save_before_requeueing_is_whole_and_settings_stay(workers: WorkerPools) -> None:
+    workers(2).run(_in_background)

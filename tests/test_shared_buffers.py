@@ -7,9 +7,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.distributed.mesh import MeshShape, shared_mesh
+from lightning_3d.model.initial_weights import place_weights
+from lightning_3d.trainer.shared_buffers import SharedBuffers
 from tests.models import TinyMLP, features, loader
 from tests.parity import QUIET
 from tests.workers import WorkerPools
@@ -66,3 +70,43 @@ def test_replicas_have_the_buffers_of_ddp(workers: WorkerPools, stage: int, accu
         torch.testing.assert_close(made, buffers, atol=1e-5, rtol=0)
     of_ranks = [made for _, (_, made) in ranks]
     torch.testing.assert_close(of_ranks[0], of_ranks[1], atol=0, rtol=0)
+
+
+class Caching(TinyMLP):
+    """Has caches that differ between ranks when the model is made parallel, and a centre that does not."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(8))
+
+    def on_rank(self, rank: int) -> None:
+        self.register_buffer("cache", torch.full((8 << rank,), float(rank)), persistent=False)
+        if rank == 0:
+            self.register_buffer("alone", torch.ones(1000), persistent=False)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.centre.add_(batch[0].mean(0))
+        return super().training_step(batch, batch_idx)
+
+
+def with_caches() -> tuple[Tensor, Tensor]:
+    """A cache of this rank and what all share, after steps."""
+    module = Caching()
+    module.on_rank(dist.get_rank())
+    mesh = shared_mesh(MeshShape(dp=2), device_type="cpu", zero_stage=0, shard_size=None, timeout=None)
+    buffers = SharedBuffers(module, mesh, torch.device("cpu"))
+    module.centre.fill_(1.0 + dist.get_rank())
+    buffers.before_step(are_due_after=True)
+    module.register_buffer("cache", torch.full((64,), float(dist.get_rank())), persistent=False)
+    buffers.before_step(are_due_after=False)
+    place_weights(module, lambda fqn: True, torch.device("cpu"))
+    return module.get_buffer("cache"), module.centre
+
+
+def test_caches_stay_each_ranks_own(workers: WorkerPools) -> None:
+    for rank, (cache, centre) in enumerate(workers(2).run(with_caches)):
+        assert torch.equal(centre, torch.ones(8)), "the first replica's"
+        assert cache.numel() == 64
+        assert rank == 0 or cache[0] in (0, 1)

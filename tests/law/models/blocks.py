@@ -222,6 +222,62 @@ class OddGPT(TinyGPT):
         self.log("val_loss", self.compute_loss(batch), sync_dist=True)
 
 
+class DistanceBias(nn.Module):
+    """Lowers attention by distance, from a table that its first forward registers, as ALiBi's implementations do."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.register_buffer("slopes", 0.5 ** torch.arange(1.0, 1 + num_heads).view(-1, 1, 1), persistent=False)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, length: int) -> Tensor:
+        if self.table is None or self.table.shape[-1] < length:
+            at = torch.arange(length, device=self.slopes.device)
+            table = -(at[:, None] - at).abs() * self.slopes
+            self.register_buffer("table", table, persistent=False)
+        kept: Tensor = self.table[:, :length, :length]  # type: ignore[index]
+        return kept
+
+
+class Biased(nn.Module):
+    """Attention with the bias of a module that it is given, or has a share of."""
+
+    def __init__(self, width: int, num_heads: int, bias: DistanceBias | None) -> None:
+        super().__init__()
+        self.num_heads, self.bias = num_heads, bias
+        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor, bias: DistanceBias | None = None) -> Tensor:
+        bias, y = bias or self.bias, self.norm(x)
+        assert bias is not None
+        heads = (part(y).unflatten(-1, (-1, x.shape[-1] // self.num_heads)).transpose(1, 2) for part in self._parts)
+        mixed = F.scaled_dot_product_attention(*heads, attn_mask=bias(x.shape[1]).to(x.dtype))
+        added: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return x + added
+
+    @property
+    def _parts(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.query, self.key, self.value
+
+
+class BiasedGPT(TinyGPT):
+    """Layers share one bias, which lies beside them or in all of them."""
+
+    def __init__(self, is_beside: bool) -> None:
+        super().__init__(num_layers=0)
+        shared = DistanceBias(4)
+        self.bias = shared if is_beside else None
+        self.blocks = nn.ModuleList(Biased(32, 4, None if is_beside else shared) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x) if self.bias is None else block(x, self.bias)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
 LEFT_DENSE = (
     "Tensor parallel is left out of blocks whose sharding differs",
     "Sequence parallelism is left out of blocks whose sharding differs",
@@ -229,6 +285,8 @@ LEFT_DENSE = (
 """Blocks with hooks on gradients, and those that torch can't differentiate twice."""
 
 MODELS = {
+    "bias-beside": Model(job=Job(model=partial(BiasedGPT, True), num_val_batches=1)),
+    "bias-in-all": Model(job=Job(model=partial(BiasedGPT, False), num_val_batches=1), alike="bias-beside"),
     "odd-blocks": Model(
         job=Job(model=OddBlocks, data=features, num_val_batches=1),
         lr=0.03,
