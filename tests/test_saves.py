@@ -268,7 +268,7 @@ def test_files_alone_go_to_remote_file_systems(workers: WorkerPools) -> None:
     assert workers(2).run(_to_memory, Layout(pp=2), "memory://saved") == ["saved", "saved"]
 
 
-# ------------------------------------------------------------------------------------------- disks that nodes have alone
+# ------------------------------------------------------------------------------------------- disks of one rank alone
 
 
 def _elsewhere(is_left_over: bool) -> tuple[str, str]:

@@ -95,7 +95,8 @@ def with_caches() -> tuple[Tensor, Tensor]:
     """A cache of this rank and what all share, after steps."""
     module = Caching()
     module.on_rank(dist.get_rank())
-    mesh = shared_mesh(MeshShape(dp=2), device_type="cpu", zero_stage=0, shard_size=None, timeout=None)
+    shape = MeshShape(pp=1, dp=2, cp=1, tp=1)
+    mesh = shared_mesh(shape, device_type="cpu", zero_stage=0, shard_size=None, timeout=None)
     buffers = SharedBuffers(module, mesh, torch.device("cpu"))
     module.centre.fill_(1.0 + dist.get_rank())
     buffers.before_step(are_due_after=True)

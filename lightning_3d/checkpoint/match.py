@@ -127,9 +127,9 @@ def check_kind(
     others = [key for key in found[0] if key not in defaults and key not in ("params", "initial_lr")]
     kind = saved_as or f"another kind, with {', '.join(others) or 'fewer settings'}"
     raise CheckpointError(
-        f"The checkpoint does not fit optimizer {optimizer}: it was saved of {kind}, and this one is {name}, which needs"
-        f" {', '.join(lacking)}. Configure the optimizer that it was written with; or, for one that is to begin anew, set"
-        " optimizer_states and lr_schedulers to [] in on_load_checkpoint"
+        f"The checkpoint does not fit optimizer {optimizer}: it was saved of {kind}, and this one is {name}, which"
+        f" needs {', '.join(lacking)}. Configure the optimizer that it was written with; or, for one that is to begin"
+        " anew, set optimizer_states and lr_schedulers to [] in on_load_checkpoint"
     )
 
 

@@ -18,7 +18,7 @@ def this_process() -> str:
 
 
 def is_running(name: str) -> bool:
-    """Whether a process runs, that `this_process` gave the name of: neither ended nor stopped. False of another machine.
+    """Whether a process runs, that `this_process` gave the name of: and has neither ended nor stopped. False elsewhere.
 
     A number of a process counts in its namespace, since the machine has started, and until another process takes it.
     """

@@ -5,7 +5,8 @@ only that a connection is lost. If that process is stopped, it learns nothing be
 
     a rank raises             it leaves its failure on the board (see ending.py), and each thread reads it
     a process is stopped      rank 0 misses its beats, or another rank those of rank 0, and leaves that as the failure
-    a process is quiet        it may hold Python's lock, as in `json.load`: ranks of its machine beat for it while it runs
+    a process is quiet        it may hold Python's lock, as `json.load` does: ranks of its machine that see it run beat
+                              for it
     a main thread waits on    its own thread ends the process, with the failure as its last words
 """
 
