@@ -57,8 +57,13 @@ def load_optimizers(
         for i, optimizer in enumerate(map(unwrapped, optimizers)):
             if has_no_parameters(optimizer):
                 continue
-            kind = {"name": type(optimizer).__name__, "saved_as": saved_as[i] if saved_as else None}
-            check_kind(states[i]["param_groups"], optimizer.defaults, optimizer=i, **kind)
+            check_kind(
+                states[i]["param_groups"],
+                optimizer.defaults,
+                optimizer=i,
+                name=type(optimizer).__name__,
+                saved_as=saved_as[i] if saved_as else None,
+            )
             named, current = named_parameters(module, optimizer), optimizer.state_dict()["param_groups"]
             groups = _with_fqns(current, named)
             saved = by_fqn(states[i], groups, optimizer=i)

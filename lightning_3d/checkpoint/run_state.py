@@ -4,6 +4,7 @@ Plain Trainers leave it alone and older checkpoints do not have it:
 
     checkpoint["lightning_3d"]
         mesh     {"pp": 2, "dp": 2, "cp": 1, "tp": 1}
+        optimizers  ["AdamW"]                         their classes; older ones do not have them
         steps    {"seed": ..., "number": ...}         masks of a step follow from them
         ranks    [{"now": ..., "epoch": ...}, ...]    states that several ranks share are stored once
 """

@@ -39,6 +39,7 @@ from lightning_3d.model.initial_weights import (
     place_buffers,
     place_weights,
 )
+from lightning_3d.model.snapshot import preserved
 from lightning_3d.parts.copies import copies_of, lay_out_copies
 from lightning_3d.parts.full_params import full_params
 from lightning_3d.parts.layout import Layout, lay_out
@@ -208,8 +209,8 @@ class _Making:
         """
         module, mesh, device, config, plan = self._module, self._mesh, self._device, self._config, self._planned.plan
         if mesh.shape.tp > 1:
-            # The user's code that runs before training draws no numbers of it.
-            with Generators(device).preserved(), self._precision.dtype_of_steps():
+            # The user's code that runs before training draws no numbers of it, and modules beside blocks keep nothing.
+            with Generators(device).preserved(), self._precision.dtype_of_steps(), preserved(module):
                 if config.tensor.verify:
                     observed = self._planned.observed
                     plan = prove_blocks(
