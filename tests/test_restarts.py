@@ -13,8 +13,8 @@ import pytest
 from tests.scripts import start
 from tests.scripts.restarts import BATCHES, EPOCHS
 
-LIMIT = 220.0
-"""Seconds that one program may take before it counts as hanging; three of this test at once take 100 s on two cores."""
+LIMIT = 110.0
+"""Seconds that one program may take."""
 
 Losses = dict[int, list[tuple[int, float]]]
 """By optimizer step, world size and loss, in the order in which they were written."""
