@@ -138,16 +138,17 @@ class Gathering:
 
     def _send(self, path: TreePath) -> None:
         """Send this rank's boxes of a tensor to rank 0, or why it can't."""
+        device = _sending_device()
         for sender, box in self._found[path].senders.values():
             if sender != dist.get_rank():
                 continue
             try:
-                content, reason = _bytes(self._own[path].at(box).to(_sending_device())), ""
+                content, length_of_reason = _bytes(self._own[path].at(box).to(device)), 0
             except Exception as error:  # rank 0 waits, and raises it on all ranks
-                content, reason = None, f"rank {sender} ran into {type(error).__name__}: {error}"
-            text = torch.frombuffer(bytearray(reason.encode() or b"-"), dtype=torch.uint8)
-            dist.send(torch.tensor([len(text) if reason else 0], device=_sending_device()), 0)
-            dist.send(text.to(_sending_device()) if content is None else content, 0)
+                reason = bytearray(f"rank {sender} ran into {type(error).__name__}: {error}".encode())
+                content, length_of_reason = torch.frombuffer(reason, dtype=torch.uint8).to(device), len(reason)
+            dist.send(torch.tensor([length_of_reason], device=device), 0)
+            dist.send(content, 0)
 
 
 def _room(place: Tensor, device: str) -> Tensor:
