@@ -268,7 +268,7 @@ class Holding(TinyMLP):
 
     def setup(self, stage: str) -> None:
         if dist.get_rank() == self.rank:
-            ctypes.PyDLL(None).usleep(3_000_000)
+            ctypes.PyDLL(None).sleep(6)
 
 
 def held() -> None:
