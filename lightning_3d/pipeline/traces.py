@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_3d.pipeline.microbatches import num_samples, signature
+from lightning_3d.pipeline.microbatches import map_tensors, num_samples, signature
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.traced_numbers import OF_TRAINER, Decisions
@@ -48,8 +48,8 @@ class StepCall:
         return num_samples(self.batch)
 
     def run(self, module: nn.Module) -> Any:
-        """Call it."""
-        return getattr(module, self.name)(self.batch, *self.rest)
+        """Call it, on a copy of the batch: a step that changes it in place (``x.mul_(2)``) runs several times."""
+        return getattr(module, self.name)(map_tensors(self.batch, Tensor.clone), *self.rest)
 
 
 class Traces:
@@ -103,7 +103,7 @@ class Traces:
             )
         with world_collectives_refused(), self._decisions[call.name].noted(self._numbers(call.rest)) as numbers:
             rest = [numbers.get(_argument(i), value) for i, value in enumerate(call.rest)]
-            return self._tracing(call.name, call.batch, rest)
+            return self._tracing(call.name, map_tensors(call.batch, Tensor.clone), rest)
 
     def _numbers(self, rest: Sequence[Any]) -> dict[str, int]:
         """The integers by which a step may decide."""
