@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
-from lightning_3d.pipeline.traces import Traces
+from lightning_3d.pipeline.traces import StepCall, Traces
 from lightning_3d.trace.interception import routed
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.zero.engine import RankModule
@@ -27,13 +31,19 @@ def _batch(num_samples: int) -> list[Tensor]:
     return [torch.stack(column) for column in zip(*samples, strict=True)]
 
 
-def _found(model: L.LightningModule, batch: Any) -> LossFound:
+@contextmanager
+def _studied(model: L.LightningModule, batch: Any) -> Iterator[tuple[LossStudy, StepCall]]:
     with routed(find_blocks(model, "parameters")) as router:
         model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
         device = torch.device("cpu")
         traces = Traces(model, router.blocks.values(), StepTracing(model, router, StepEffects(model, router), device))
         study = LossStudy(model, RankModule(model), router, traces, device)
         (call,) = traces.calls("training_step", [batch], (0,))
+        yield study, call
+
+
+def _found(model: L.LightningModule, batch: Any) -> LossFound | None:
+    with _studied(model, batch) as (study, call):
         return study.find(call, size=4)
 
 
@@ -83,6 +93,10 @@ KINDS: dict[str, tuple[LossNet, LossKind]] = {
         for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
     },
     "divided by one at least": (Using(_at_least_one), LossKind.WHOLE),
+    "shuffled after the blocks": (
+        Using(lambda o, y: (o["pooled"] * o["pooled"][torch.randperm(len(y))]).sum(1).mean()),
+        LossKind.WHOLE,
+    ),
     "made of picked rows": (Using(LOSSES["selected"]), LossKind.WHOLE),
 }
 
@@ -92,6 +106,7 @@ def test_kinds_of_losses(name: str) -> None:
     """With all but the odd ones the law trains."""
     model, kind = KINDS[name]
     found = _found(model, _batch(8))
+    assert found is not None
     assert (found.kind, found.failure) == (kind, None)
     assert bool(found.denominators) == (kind == LossKind.WEIGHTED)
 
@@ -103,6 +118,104 @@ def _of_sampled(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 def test_randomness_after_the_blocks_is_told() -> None:
     found = _found(Using(_of_sampled), _batch(8))
+    assert found is not None
     assert found.kind == LossKind.WHOLE  # where nothing needs to stand in for it
     assert "multinomial" in str(found.failure)
     assert "draws random numbers after the blocks" in str(found.failure)
+
+
+def _mixed(rows: Callable[[int], Any]) -> Callable[[Tensor], Tensor]:
+    return lambda x: 0.7 * x + 0.3 * x[rows(len(x))]
+
+
+def _at_times(x: Tensor) -> Tensor:
+    return x.lerp(x.flip(0), 0.3) if random.random() < 0.3 else x
+
+
+class Between(Using):
+    """Has code between its blocks."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(LOSSES["mean"])
+        self.between = between
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x, _ = self.blocks[0](self.first(x))
+        x, _ = self.blocks[1](self.between(x))
+        return {"logits": self.head(x)}
+
+
+def _before(features: Callable[[Tensor], Tensor]) -> Using:
+    return Using(LOSSES["mean"], features)
+
+
+COUPLES = "couples samples"
+COUPLING: dict[str, tuple[LossNet, str | None]] = {
+    "flipped": (_before(lambda x: x.lerp(x.flip(0), 0.3)), COUPLES),
+    "rolled": (_before(lambda x: x + x.roll(1, 0)), COUPLES),
+    "in another order": (_before(lambda x: x.flip(0)), COUPLES),
+    "shuffled by torch": (_before(_mixed(torch.randperm)), "randperm .* draws random numbers"),
+    "picked by torch": (_before(_mixed(lambda n: torch.randint(n, (n,)))), "randint .* draws random numbers"),
+    "shuffled by NumPy": (_before(_mixed(np.random.permutation)), "draws other numbers of Python's or NumPy's"),
+    "at times": (_before(_at_times), COUPLES),
+    "less its mean": (_before(lambda x: x - x.mean(0)), COUPLES),
+    "less a number": (_before(lambda x: x - float(x.mean())), COUPLES),
+    "between blocks": (Between(lambda x: x.lerp(x.flip(0), 0.3)), COUPLES),
+    "flipped before dropout": (_before(lambda x: F.dropout(x.flip(0), 0.5)), COUPLES),
+    "flipped before dropout in place": (_before(lambda x: F.dropout(x.flip(0), 0.5, inplace=True)), COUPLES),
+    "flipped before it is drawn for": (_before(lambda x: torch.bernoulli(x.flip(0).sigmoid())), COUPLES),
+    "changed in place": (_before(lambda x: x.mul_(2)), None),
+    "flipped in place": (_before(lambda x: x.mul_(0.7).add_(x.flip(0), alpha=0.3)), COUPLES),
+    "sorted by torch": (_before(lambda x: x[torch.rand(len(x)).argsort()]), COUPLES),
+    "a factor of torch's": (_before(lambda x: F.dropout(x, 0.5) * torch.rand(())), None),
+    "noise": (_before(_noisy), None),
+    "noise of a time": (_before(lambda x: x + torch.randint(0, 9, (len(x), 1, 1))), None),
+    "a factor of NumPy's": (_before(lambda x: x * np.random.beta(1, 1)), None),
+    "views": (Using(lambda o, y: o["pooled"].square().mean(), lambda x: torch.cat([x, 2 * x])), None),
+    "dropout between blocks": (Between(lambda x: F.dropout(x, 0.5).mul_(2) + torch.rand(len(x), 1, 1)), None),
+}
+
+
+@pytest.mark.parametrize("name", COUPLING)
+def test_code_before_and_between_blocks_that_couples_samples_is_seen(name: str) -> None:
+    model, problem = COUPLING[name]
+    with _studied(model, _batch(8)) as (study, call):
+        found = study.coupling(call, size=4)
+    if problem is None:
+        assert found is None
+    else:
+        assert re.search(problem, str(found))
+
+
+class Centred(nn.Module):
+    def __init__(self, couples: bool) -> None:
+        super().__init__()
+        self.linear, self.couples, self.num_calls = nn.Linear(16, 16), couples, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        y: Tensor = self.linear(x)
+        return F.dropout(x + y - y.mean(0 if self.couples else 2, keepdim=True), 0.1)
+
+
+class Stack(L.LightningModule):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(8, 16), nn.ModuleList(blocks), nn.Linear(16, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.last(x).square().mean()
+        return loss
+
+
+def test_blocks_that_couple_samples_are_named_and_left_as_they_were() -> None:
+    blocks = Centred(couples=False), Centred(couples=True), Centred(couples=True)
+    for own, expected in ((blocks[1:], ("blocks.0", "blocks.1")), (blocks[:1], ())):
+        with _studied(Stack(*own), _batch(8)) as (study, call):
+            state = torch.get_rng_state()
+            assert study.coupling_blocks(call, size=4) == expected
+            assert torch.equal(state, torch.get_rng_state())
+    assert {block.num_calls for block in blocks} == {0}

@@ -6,12 +6,14 @@ Under data parallel it is the mean of those of the replicas' batches, as with DD
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.losses import LossNet, labelled
 from tests.parity import Job, Layout, assert_parity, run_layout
-from tests.workers import WorkerPools
+from tests.workers import WorkerError, WorkerPools
 
 REPLICAS = (
     ("ignoring", Layout(pp=2, dp=2, num_microbatches=2)),
@@ -27,3 +29,55 @@ def test_replicas_have_the_mean_of_their_losses(loss: str, layout: Layout, worke
         assert ranks[0].plan is not None
         (told,) = (text for text in ranks[0].plan.losses if text.startswith("training_step: the loss couples samples"))
         assert "data-parallel ranks couples its own samples alone, as under DDP" in told
+
+
+class Late(LossNet):
+    """Has flags that are others in each step, and from the tenth on a term that couples samples."""
+
+    def __init__(self) -> None:
+        super().__init__("mean")
+        self.phase = ""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.phase = str(batch_idx)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        outputs = self(batch[0])
+        loss = self.loss(outputs, batch[1])
+        if self.global_step >= 9:
+            loss = loss + outputs["pooled"].mean(0).square().sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def test_a_term_that_begins_after_many_kinds_of_steps_is_that_of_the_batch(workers: WorkerPools) -> None:
+    job = Job(model=Late, data=labelled, steps=11, num_val_batches=0)
+    assert_parity(job, run_layout(workers, job, Layout(pp=2, num_microbatches=2)))
+
+
+class Mixed(LossNet):
+    """Mixes each sample with another before the blocks."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(self(batch[0].lerp(batch[0].flip(0), 0.3)), batch[1])
+
+
+def test_microbatches_refuse_samples_that_meet_before_the_blocks(workers: WorkerPools) -> None:
+    job = Job(model=partial(Mixed, "mean"), data=labelled)
+    with pytest.raises(WorkerError, match=r"2 of 2 ranks failed[\s\S]*couples samples, as mixup.*what first"):
+        run_layout(workers, job, Layout(pp=2, num_microbatches=2, mode="microbatched"))
+
+
+class InPlace(LossNet):
+    """Changes its batch in place, in a step that runs on microbatches and on the whole batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        outputs = self(batch[0].mul_(0.5))
+        loss: Tensor = self.loss(outputs, batch[1]) + outputs["pooled"].mean(0).square().sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def test_steps_may_change_their_batch_in_place(workers: WorkerPools) -> None:
+    job = Job(model=partial(InPlace, "mean"), data=labelled, num_val_batches=0)
+    assert_parity(job, run_layout(workers, job, Layout(pp=2, num_microbatches=2)))

@@ -138,7 +138,7 @@ def _run(
     return workers(layout.world_size).run(_train, layout, recompute, seed, seeds_differ, shuffle)
 
 
-_PIPELINE = Layout(pp=2, num_microbatches=2, partition="uniform", loss="mean")  # not studied: that would draw, too
+_PIPELINE = Layout(pp=2, num_microbatches=2, partition="uniform", loss="mean")  # whose draws are each microbatch's own
 PP2 = _PIPELINE
 DP2 = Layout(dp=2)
 PP2_DP2 = replace(_PIPELINE, dp=2)
@@ -183,8 +183,10 @@ def test_recomputation_sees_the_same_masks(workers: WorkerPools, layout: Layout,
 
 
 def _assert_same_noise(one: Seen, other: Seen) -> None:
-    """As far as both drew: a stage leaves the step when it has sent what it made."""
-    assert one.noise.keys() == other.noise.keys()
+    """As far as both drew: a stage leaves the step when it has sent what it made, and the last one looks at what comes
+    to the blocks for the whole batch, too.
+    """
+    assert one.noise.keys() <= other.noise.keys()
     for key, drawn in one.noise.items():
         assert len(drawn) >= 3
         for mine, theirs in zip(drawn, other.noise[key], strict=False):

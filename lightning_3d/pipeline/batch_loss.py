@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import StepError, TraceError
 from lightning_3d.pipeline.effects.join import Average
+from lightning_3d.pipeline.glue_run import CoupledError
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
-from lightning_3d.pipeline.traces import StepCall
+from lightning_3d.pipeline.traces import StepCall, cached
 from lightning_3d.waits import Wait
 
-_MAX_STUDIES = 8  # of a step
+_MAX_FRUITLESS = 8  # studies of a step that show nothing, as its loss is not finite
+_MAX_NAMED = 3  # blocks in a message
+_Path: TypeAlias = "tuple[str, Hashable]"  # of a step of this name
 _SAYS = {
     LossKind.MEAN: "is the mean of those of the microbatches",
     LossKind.SUM: "is the sum of those of the microbatches",
@@ -51,7 +56,11 @@ class Decision:
 
 
 class BatchLoss:
-    """Finds out once how each kind of step is made of its microbatches, and looks again at new kinds of batches.
+    """Finds out how each kind of step is made of its microbatches.
+
+    A finding holds for the path that it was made on: the calls that a step makes (``Trace.path``) with its flags, and
+    with its decisions by the epoch, the step and the batch. Batches of other lengths that take the same path share it:
+    how a loss joins samples is a matter of what is called, not of how large the tensors are.
 
     Args:
         setting: ``pipeline.loss``.
@@ -74,14 +83,16 @@ class BatchLoss:
         self._wait, self._warns_of_memory = wait, has_budget
         self._setting, self._study, self._group, self._source, self._device = setting, study, group, source, device
         self._is_last = dist.get_rank() == source
-        self._found: dict[str, LossFound] = {}  # by name of the step
-        self._seen: set[Hashable] = set()
-        self._num_studies: Counter[str] = Counter()
+        self._is_by_microbatch = setting in ("mean", "sum")  # the user's word
+        self._found: dict[_Path, LossFound] = {}
+        self._paths: OrderedDict[Hashable, _Path] = OrderedDict()  # by kind of call
+        self._told: dict[str, LossKind] = {}  # by name of the step: the strictest that was found
+        self._num_fruitless: Counter[str] = Counter()  # studies of a step
 
     @property
     def texts(self) -> tuple[str, ...]:
         """A line for each kind of step that gives anything but means over microbatches; for the plan."""
-        return tuple(text for name, found in self._found.items() for text in _texts(name, found))
+        return tuple(dict.fromkeys(text for (name, _), found in self._found.items() for text in _texts(name, found)))
 
     def decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, trains: bool) -> Decision:
         """Decide how a step is made; every rank calls it.
@@ -92,7 +103,7 @@ class BatchLoss:
             trains: Whether the loss is differentiated; else only what the step gives counts.
 
         Raises:
-            StepError: the loss of this kind of batch couples samples, unlike those before.
+            StepError: the code before or between the blocks couples samples.
         """
         found = self._find(whole, parts) if trains else LossFound(kind=LossKind.MEAN)
         if len(parts) == 1:
@@ -119,63 +130,86 @@ class BatchLoss:
         return decision
 
     def _find(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound:
-        if self._setting == "mean":
-            return LossFound(kind=LossKind.MEAN)
-        if self._setting == "whole":
-            return LossFound(kind=LossKind.WHOLE)
-        if len(parts) > 1 and self._study.trace(parts[0]).is_joint:
-            self._warn_of_memory(whole.name)
-            return LossFound(kind=LossKind.WHOLE)
-        return self._know(whole, parts) or LossFound(kind=LossKind.WHOLE)  # nothing valid to study yet
+        """What is known of a step, or found out now.
 
-    def _know(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound | None:
-        name = whole.name
-        known = self._found.get(name)
-        is_new = len(parts) > 1 and whole.kind not in self._seen and self._num_studies[name] < _MAX_STUDIES
-        if known is not None and not is_new:
-            return known
-        new: LossFound | None = None
-        with self._wait(f"Finding out how the loss of {name} comes from microbatches"):
-            if is_new:
-                self._seen.add(whole.kind)
-                self._num_studies[name] += 1
-                if self._is_last:
-                    new = self._study.find(whole, size=parts[-1].size)
-                    if new is not None and self._setting == "sum":
-                        new = replace(new, kind=LossKind.SUM)
-            if known is None:
+        Raises:
+            StepError: microbatches can't run it.
+        """
+        if len(parts) == 1:
+            if whole.name not in self._told:  # those of other replicas may show something
+                self._study_together(whole, parts)
+            return LossFound(kind=LossKind.MEAN)
+        path = cached(self._paths, whole.kind, partial(self._path, whole, parts))
+        if path not in self._found:
+            if (found := self._study_together(whole, parts)) is None:
+                return LossFound(kind=LossKind.WHOLE)  # nothing valid to study yet
+            self._found[path] = found
+        found = self._found[path]
+        if found.coupling is not None and not self._is_by_microbatch:
+            raise StepError(str(found.coupling))
+        return found
+
+    def _path(self, whole: StepCall, parts: Sequence[StepCall]) -> _Path:
+        """Collective. New on all ranks at once."""
+        path = hash(self._study.trace(parts[0]).path)
+        return whole.name, (whole.state, *gather_numbers(path, self._group))
+
+    def _study_together(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound | None:
+        """Collective; of all ranks where nothing is known of a step, as batches may have too few samples on some. None
+        until a batch shows something.
+        """
+        with self._wait(f"Finding out how the loss of {whole.name} comes from microbatches"):
+            new = self._looked_at(whole, parts) if self._is_last and len(parts) > 1 else None
+            if whole.name not in self._told:
                 gathered: list[LossFound | None] = [None] * dist.get_world_size()
                 dist.all_gather_object(gathered, new)
             else:
                 gathered = [new]
                 dist.broadcast_object_list(gathered, src=self._source, group=self._group, device=self._device)
-        # A part of one sample may be no batch that the step takes: what others have shown holds.
-        shown = [found for found in gathered if found is not None and (known is None or found.failure is None)]
-        of_all = shown if known is None else [known, *shown]
-        if not of_all:  # until a batch shows it
-            self._seen.discard(whole.kind)
+        shown = [found for found in gathered if found is not None]
+        self._num_fruitless[whole.name] += not shown
+        if not shown and self._num_fruitless[whole.name] < _MAX_FRUITLESS:
             return None
-        joined = reduce(_stricter, of_all)
-        if known is None:
-            self._tell(name, joined)
-        elif joined.kind > known.kind:
-            raise StepError(
-                f"{name}: that the loss {_SAYS[known.kind]} holds for batches before, but not for those of another kind"
-                " that have come now. Set pipeline.loss='whole'."
-            )
-        self._found[name] = joined
-        return joined
+        found = reduce(_stricter, shown, shown[0] if shown else LossFound(kind=LossKind.WHOLE))
+        self._tell(whole.name, found)
+        return found
+
+    def _looked_at(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound | None:
+        found = self._looked_at_loss(whole, parts)
+        if found is None or whole.name in self._told:
+            return found
+        return replace(found, coupling_blocks=self._study.coupling_blocks(whole, size=parts[-1].size))
+
+    def _looked_at_loss(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound | None:
+        size = parts[-1].size
+        coupling = self._study.coupling(whole, size=size)
+        is_set = self._setting in ("mean", "whole") or (self._setting == "sum" and coupling is not None)
+        if is_set or coupling is not None or self._study.trace(parts[0]).is_joint:
+            return LossFound(kind=LossKind[self._setting.upper()] if is_set else LossKind.WHOLE, coupling=coupling)
+        new = self._study.find(whole, size=size)
+        return replace(new, kind=LossKind.SUM) if new is not None and self._setting == "sum" else new
 
     def _tell(self, name: str, found: LossFound) -> None:
-        """Say what was found, if it costs something."""
+        """Say what was found, if it costs something that was not said."""
+        before = self._told.get(name)
+        if before is not None and found.kind <= before:
+            return
+        self._told[name] = found.kind
+        if found.coupling is None or self._is_by_microbatch:
+            _warn_of_blocks(name, found.coupling_blocks)
+        if isinstance(found.coupling, CoupledError) and self._is_by_microbatch:
+            rank_zero_warn(
+                f"{name}: each microbatch counts as a batch, as pipeline.loss={self._setting!r} says. {found.coupling}"
+            )
         if found.failure is not None:
             rank_zero_warn(
                 f"How the loss of {name} comes from its microbatches could not be found out ({found.failure}), so it"
                 " counts as one that couples samples. If it is a mean or a sum over them, set pipeline.loss='mean' or"
                 " 'sum'."
             )
-        if found.kind == LossKind.WHOLE:
-            rank_zero_info("\n".join(_texts(name, found)))
+        if found.kind == LossKind.WHOLE and found.coupling is None and self._setting != "whole":
+            is_new = "" if before is None else f"{name} took another path than before, on which the loss is another. "
+            rank_zero_info(is_new + "\n".join(_texts(name, found)))
             self._warn_of_memory(name)
 
     def _warn_of_memory(self, name: str) -> None:
@@ -189,6 +223,17 @@ class BatchLoss:
             )
 
 
+def _warn_of_blocks(name: str, fqns: Sequence[str]) -> None:
+    if not fqns:
+        return
+    more = f" and {len(fqns) - _MAX_NAMED} more" if len(fqns) > _MAX_NAMED else ""
+    rank_zero_warn(
+        f"{name}: {', '.join(fqns[:_MAX_NAMED])}{more}: these blocks couple the samples of their batch, which with a"
+        " pipeline is a microbatch, so that they give other numbers than in one process. Set pipeline.mode=inline for"
+        " those of one process."
+    )
+
+
 def _stricter(first: LossFound, second: LossFound) -> LossFound:
     """A finding that is right where either of these is."""
     averages = {**first.averages, **second.averages}
@@ -199,6 +244,8 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
         averages=averages,
         denominators=denominators,
         failure=first.failure or second.failure,
+        coupling=first.coupling or second.coupling,
+        coupling_blocks=tuple(dict.fromkeys((*first.coupling_blocks, *second.coupling_blocks))),
     )
 
 

@@ -8,6 +8,7 @@ the blocks were given.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,16 +117,27 @@ def received_joints(
         ) from error
 
 
+@dataclass(frozen=True)
+class _Drawn:
+    """What one call drew."""
+
+    tensors: list[Tensor]
+    limits: list[int]
+    """Integers that it was given besides shapes."""
+
+
 class Draws:
     """Notes what microbatches draw, and repeats it for the whole batch.
 
     Args:
         shares: The microbatches' shares of the samples.
+        takes_places: Whether samples may be picked by draws, as by ``torch.randperm(len(x))``: by the microbatches'
+            places, those that they pick for the whole batch are wrong, which then shows.
     """
 
-    def __init__(self, shares: Sequence[float]) -> None:
-        self._shares = shares
-        self._drawn: list[list[list[Tensor]]] = [[] for _ in shares]  # by microbatch, call, tensor
+    def __init__(self, shares: Sequence[float], *, takes_places: bool = False) -> None:
+        self._shares, self._takes_places = shares, takes_places
+        self._drawn: list[list[_Drawn]] = [[] for _ in shares]  # by microbatch, call
         self._position = 0
 
     def note(self, index: int, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +145,7 @@ class Draws:
         with RandomnessSeen() as randomness:
             output = func(*args, **kwargs)
         if randomness.seen:
-            self._drawn[index].append([leaf.detach().clone() for leaf in _tensors(output)])
+            self._drawn[index].append(_Drawn([leaf.detach().clone() for leaf in _tensors(output)], _ints(args, kwargs)))
         return output
 
     def repeat(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,16 +161,19 @@ class Draws:
         position, self._position = self._position, self._position + 1
         if all(len(of_part) <= position for of_part in self._drawn):  # after what the blocks need
             return output
-        name = getattr(func, "__name__", str(func))
         try:
-            columns = zip(*(of_part[position] for of_part in self._drawn), strict=True)
-            for leaf, parts in zip(_tensors(output), columns, strict=True):
-                _put(leaf, parts, self._shares, is_order=name == "randperm")
+            drawn, tensors = [of_part[position] for of_part in self._drawn], _tensors(output)
+            has_limits = any(own.limits != _ints(args, kwargs) for own in drawn)
+            if has_limits and not self._takes_places and not all(leaf.is_floating_point() for leaf in tensors):
+                raise ValueError("places of samples")
+            for leaf, parts in zip(tensors, zip(*(own.tensors for own in drawn), strict=True), strict=True):
+                _put(leaf, parts, self._shares)
         except (IndexError, ValueError) as error:
             raise StepError(
-                f"{name} (called at {user_frame()}) draws random numbers in the step, for each microbatch others, that"
-                " do not make up those of the whole batch, whose loss needs them again. Draw numbers for each sample,"
-                " in a module that is a block, or in the dataset, or set pipeline.loss='mean'."
+                f"{getattr(func, '__name__', func)} (called at {user_frame()}) draws random numbers in the step, for"
+                " each microbatch others, that do not make up those of the whole batch, whose loss needs them again."
+                " Draw numbers for each sample, in a module that is a block, or in the dataset, or set"
+                " pipeline.loss='mean'."
             ) from error
         return output
 
@@ -167,12 +182,13 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def _ints(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    return [leaf for leaf in (*args, *kwargs.values()) if type(leaf) is int]
+
+
 @torch.no_grad()
-def _put(whole: Tensor, parts: Sequence[Tensor], shares: Sequence[float], *, is_order: bool) -> None:
+def _put(whole: Tensor, parts: Sequence[Tensor], shares: Sequence[float]) -> None:
     joint = Joint(TensorMeta.of(whole), [TensorMeta.of(part) for part in parts], shares)
     if joint.is_constant and any(not torch.equal(part, parts[0]) for part in parts):
         raise ValueError("one draw for the whole batch")
-    if is_order:  # each within its microbatch
-        starts = torch.tensor([0, *map(len, parts)]).cumsum(0).tolist()
-        parts = [part + start for part, start in zip(parts, starts, strict=False)]
     whole.copy_(joint.join(parts))

@@ -19,31 +19,36 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_3d.distributed.rng import host_position, seed_host
 from lightning_3d.errors import StepError
 from lightning_3d.model.reals import as_reals
+from lightning_3d.pipeline.coupling_blocks import coupling_blocks
 from lightning_3d.pipeline.denominators import TAIL, read
 from lightning_3d.pipeline.effects.join import WAYS, Average, Joiner, averaged
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import HostNumbersAlike, StepEffects
+from lightning_3d.pipeline.glue_run import CoupledError
 from lightning_3d.pipeline.joints import Draws, Joint, received_joints
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
 from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
-from lightning_3d.pipeline.row_order import views_of
 from lightning_3d.pipeline.tail_runs import TailRun, TailRuns
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.side_outputs import attributes_kept
 from lightning_3d.trace.trace import Trace
 from lightning_3d.zero.engine import RankModule
 from lightning_3d.zero.master_weights import is_half
 
 _NUM_DRAWS = 6  # of random outputs: three for the batch's own data, then three for mixed data
 _SIGNED = 2  # the last draw for the batch's own data, of both signs
+_MIXED = 3  # the first draw for mixed data
 _HALF_EMPTY = 5  # the last draw for mixed data, which leaves nothing valid in the first part
 _LOGIT = 4.0  # greatest size of numbers of both signs, whose sigmoid comes near to 0 and to 1
 _OF_PROBABILITIES = "binary_cross_entropy"  # which aborts a GPU's process where it gets other numbers
 _IGNORED = -100  # where torch ignores labels unless told otherwise
 _EXACT = 1e-6
+_NUM_HOST_SEEDS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,10 @@ class LossFound:
     """Which of the numbers that the step divides by show the weights of a weighted loss."""
     failure: str | None = None
     """Why the step could not be studied."""
+    coupling: StepError | None = None
+    """Why microbatches can't run the code before and between the blocks."""
+    coupling_blocks: tuple[str, ...] = ()
+    """FQNs of those that couple samples; seen when a step is studied for the first time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +110,13 @@ class LossStudy:
         traces: Traces,
         device: torch.device,
     ) -> None:
-        self._traces, self._device = traces, device
+        self._traces, self._device, self._blocks = traces, device, router.blocks
         self._trials = _Trials()
-        self._effects = StepEffects(module, router, HostNumbersAlike(), Norms(module, router), joiner=self._trials)
+        self._host = HostNumbersAlike()
+        self._effects = StepEffects(module, router, self._host, Norms(module, router), joiner=self._trials)
         self._runs = TailRuns(module, rank_module, router, self._effects, traces)
         self._views: OrderedDict[Hashable, Sequence[int]] = OrderedDict()
-        self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
+        self._trusted: set[Hashable] = set()  # steps whose weights were seen to be shares in their denominator
 
     def trace(self, call: StepCall) -> Trace:
         """The trace of a step."""
@@ -124,6 +134,56 @@ class LossStudy:
         except Exception as error:
             return LossFound(kind=LossKind.WHOLE, failure=f"{type(error).__name__}: {error}")
 
+    def coupling(self, call: StepCall, *, size: int) -> StepError | None:
+        """Why microbatches can't run the code before and between the blocks; None if it takes each sample by itself.
+
+        It is run on the batch's own data, several times if it draws numbers of Python's or NumPy's, which may decide
+        what it does (``if random.random() < 0.5``), and on mixed data, as rows of a batch may be the same.
+
+        Args:
+            size: As for ``find``.
+        """
+        own = samples_of(call.batch, 0, 2 * size)
+        try:
+            with self._isolated(_halves(call, own)):
+                for seed in range(self._num_host_seeds(call)):
+                    self._compare_glue(call, own, seed)
+                try:
+                    self._compare_glue(call, _mixed(own, size, _MIXED), 0)
+                except CoupledError:
+                    raise
+                except Exception:
+                    return None  # the step does not take such data
+        except Exception as error:
+            return error if isinstance(error, StepError) else StepError(f"{type(error).__name__}: {error}")
+        return None
+
+    def coupling_blocks(self, call: StepCall, *, size: int) -> tuple[str, ...]:
+        """FQNs of the blocks that are seen to couple samples.
+
+        Args:
+            size: As for ``find``.
+        """
+        part, _, whole = _halves(call, samples_of(call.batch, 0, 2 * size))
+        try:
+            of_whole, of_part = self.trace(whole), self.trace(part)
+            with self._effects.undone(), attributes_kept(self._blocks, of_whole.sides):
+                return tuple(coupling_blocks(self._blocks, of_whole, of_part))
+        except Exception:
+            return ()  # the step does not run, which others tell
+
+    def _num_host_seeds(self, call: StepCall) -> int:
+        seed_host(0)  # as traces begin
+        return 1 if self._traces.trace(call).host_position == host_position() else _NUM_HOST_SEEDS
+
+    def _compare_glue(self, call: StepCall, batch: Any, host_seed: int) -> None:
+        *parts, whole = _halves(call, batch)
+        self._host.seed = host_seed
+        try:
+            self._runs.views(whole, parts, _shares_of_samples(parts))
+        finally:
+            self._host.seed = 0
+
     def weights(self, whole: StepCall, parts: Sequence[StepCall], denominator: int) -> list[float]:
         """The weights of the losses of a batch's parts: their shares in what the loss is divided by.
 
@@ -135,7 +195,7 @@ class LossStudy:
             numbers = read([self._runs.denominators(part) for part in parts])
         own = numbers[:, denominator] if denominator < numbers.shape[1] else torch.zeros(len(parts))
         shares: list[float] = (own / own.sum()).tolist()  # no numbers where no label of the batch is valid
-        if own.sum() and (whole.name in self._trusted or _are_close(shares, of_samples, _EXACT)):
+        if own.sum() and ((whole.name, whole.state) in self._trusted or _are_close(shares, of_samples, _EXACT)):
             return shares
         with self._isolated((*parts, whole)):  # the first batch that tells
             compared = self._compare(whole, parts, seed=0)
@@ -146,7 +206,7 @@ class LossStudy:
                 f"The loss of {whole.name} was found to be a weighted mean over samples, but that of this batch couples"
                 " them. Set pipeline.loss='whole'."
             )
-        self._trusted.add(whole.name)
+        self._trusted.add((whole.name, whole.state))
         return shares
 
     def views(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
@@ -158,20 +218,9 @@ class LossStudy:
 
         def find() -> Sequence[int]:
             with self._isolated((*parts, whole)):
-                return self._find_views(whole, parts)
+                return self._runs.views(whole, parts, _shares_of_samples(parts))
 
         return cached(self._views, _kinds(whole, parts), find)
-
-    def _find_views(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
-        flow, *flows = [self._runs.flow(call) for call in (whole, *parts)]
-        shares = _shares_of_samples(parts)
-        joints = received_joints(TAIL, flow, flows, shares)
-        metas = zip(joints, flow.metas(flow.received(TAIL)), strict=True)
-        if all(joint.dim is None or meta.shape[joint.dim] <= whole.size for joint, meta in metas):
-            return [1] * len(joints)
-        draws = Draws(shares)
-        of_parts = [self._runs.given(part, partial(draws.note, i)) for i, part in enumerate(parts)]
-        return views_of(flow, flows, [self._runs.given(whole, draws.repeat), *of_parts], shares, whole.size)
 
     @contextmanager
     def _isolated(self, calls: Sequence[StepCall]) -> Iterator[None]:
@@ -201,14 +250,15 @@ class LossStudy:
             return None
         denominators = frozenset.intersection(*(found.denominators for found in compared.values()))
         if denominators and any(found.kind == LossKind.WEIGHTED for found in compared.values()):
-            self._trusted.add(call.name)
+            self._trusted.add((call.name, call.state))
         kind = _kind(compared, denominators)
         return LossFound(kind=kind, averages=self._trials.fits, denominators=denominators)
 
     def _compare(self, whole: StepCall, parts: Sequence[StepCall], *, seed: int) -> _Compared:
         shares = _shares_of_samples(parts)
         *flows, flow = [self._runs.flow(call) for call in (*parts, whole)]
-        views = cached(self._views, _kinds(whole, parts), partial(self._find_views, whole, parts))
+        find_views = partial(self._runs.views, whole, parts, shares)
+        views = cached(self._views, _kinds(whole, parts), find_views)
         joints = received_joints(TAIL, flow, flows, shares, views)
         given = [_random_outputs(of_part.metas(of_part.received(TAIL)), seed, i) for i, of_part in enumerate(flows)]
         joined = []
@@ -216,7 +266,7 @@ class LossStudy:
             tensor = joint.join([tensor.detach() for tensor in of_parts])
             joined.append(tensor.requires_grad_(of_parts[0].requires_grad))
         divided = read([self._runs.denominators(call) for call in (*parts, whole)])
-        draws, runs = Draws(shares), []
+        draws, runs = Draws(shares, takes_places=True), []
         for i, part in enumerate(parts):
             runs.append(self._runs.run(part, given.pop(0), index=i, draw=partial(draws.note, i)))
         run = self._runs.run(whole, joined, index=len(parts), draw=draws.repeat)

@@ -19,8 +19,9 @@ from lightning_3d.model.block_runner import Call
 from lightning_3d.pipeline.denominators import TAIL, GhostTail
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.pipeline.glue_run import GlueRun, WholeGlueRun, undropped
+from lightning_3d.pipeline.joints import Draws, received_joints
 from lightning_3d.pipeline.loss import check_loss
-from lightning_3d.pipeline.row_order import GivenTail
 from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.planning.stage_flow import StageFlow, cut
@@ -76,12 +77,10 @@ class WatchedTail(StageRun):
         return super()._execute(call, leaves, partial(self._undropped, call) if call.is_random else run)
 
     def _undropped(self, call: TracedCall, values: list[Any]) -> Tensor:
-        """The argument of a call that draws numbers which has the shape and dtype of its result."""
-        results = [self._flow.trace.tensors[i] for i in call.outputs]
-        for value in values:
-            if isinstance(value, Tensor) and [(value.shape, value.dtype)] == [(r.shape, r.dtype) for r in results]:
-                return value
-        raise StepError(f"{call.name} (called at {call.where}) draws random numbers after the blocks")
+        kept = undropped(call, self._flow.trace, values)
+        if kept is None:
+            raise StepError(f"{call.name} (called at {call.where}) draws random numbers after the blocks")
+        return kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +154,30 @@ class TailRuns:
             goes_by_data=run.goes_by_data,
         )
 
-    def given(self, call: StepCall, draw: Draw) -> list[list[Tensor]]:
-        """Tensors made of the batch alone that the code before the tail gives to blocks, by call of the trace."""
-        run = GivenTail(self._router, self.flow(call), draw)
+    def views(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> list[int]:
+        """Compare the code before the tail on a batch and on its parts; returns the numbers of views in what the tail
+        gets, by tensor.
+
+        Args:
+            shares: The parts' shares of the samples.
+
+        Raises:
+            CoupledError: it couples samples.
+            StepError: it draws other random numbers for parts than for the whole batch.
+        """
+        flow, draws, runs = self.flow(whole), Draws(shares), list[GlueRun]()
+        received_joints(TAIL, flow, [self.flow(part) for part in parts], shares)
+        for i, part in enumerate(parts):
+            runs.append(GlueRun(self._router, self.flow(part), partial(draws.note, i), flow.trace, i))
+            self._run_glue(runs[i], part)
+        run = WholeGlueRun(self._router, flow, draws.repeat, runs, shares, whole.size)
+        self._run_glue(run, whole)
+        return run.views
+
+    def _run_glue(self, run: GlueRun, call: StepCall) -> None:
+        torch.manual_seed(0)  # one draw for a batch, as of a factor, is then the same for all parts
         with torch.no_grad():
             self._run(run, call, Place(stage=0, microbatch=0, is_last=False, also_whole=True))
-        return run.given
 
     def denominators(self, call: StepCall) -> list[Tensor]:
         """By what data of the batch the loss may be divided, up to where the step reads what blocks give.

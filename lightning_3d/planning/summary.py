@@ -75,7 +75,10 @@ def _batch_norms(plan: Plan) -> str | None:
     num = len(plan.batch_norms)
     norms = f"BatchNorm ({num} modules)" if num > 1 else f"BatchNorm ({plan.batch_norms[0]})"
     if plan.num_microbatches > 1:
-        return f"{norms} normalises each microbatch by itself; its running statistics are those of the batch"
+        return (
+            f"{norms} normalises each microbatch by itself; its running statistics are those of the batch."
+            " pipeline.mode=inline normalises the batch, as one process does"
+        )
     if plan.shape.dp > 1:
         return f"{norms} normalises each data-parallel rank's batch by itself, as under DDP without sync_batchnorm"
     return None

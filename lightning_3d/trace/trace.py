@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +109,16 @@ class Trace:
     counts_once: str | None = None
     """Why microbatches, on several stages, can't do what the step does once for a batch: a block logs or updates a
     metric, glue changes parameters in place, or modules hold random generators."""
+    of_batch: tuple[str, ...] = field(default=(), repr=False)
+    """Names of the functions that glue calls on the batch alone."""
     storages: StepStorages | None = field(default=None, repr=False)
     """The memory of its calls, where that was asked for."""
+
+    @property
+    def path(self) -> Hashable:
+        """What the step does, whatever the sizes of its tensors and the numbers that it computes with."""
+        calls = tuple((call.name, call.where, call.inputs, call.parameters, call.outputs) for call in self.calls)
+        return calls, self.of_batch, self.returned, self.stopped_by
 
     @property
     def block_calls(self) -> tuple[TracedCall, ...]:

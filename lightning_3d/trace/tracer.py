@@ -110,6 +110,7 @@ class _Tracer(StepMode):
     ) -> None:
         super().__init__(router)
         self._calls: list[TracedCall] = []
+        self._of_batch: list[str] = []
         self._tensors: dict[int, TensorMeta] = {}
         self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> id of its present value
         self._block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -160,6 +161,7 @@ class _Tracer(StepMode):
             is_joint=self._is_joint,
             gives_more=bool(self._written) or stopped_by is not None,
             counts_once=self._counts_once,
+            of_batch=tuple(self._of_batch),
             storages=None if self._storages is None else self._storages.storages,
         )
 
@@ -185,6 +187,7 @@ class _Tracer(StepMode):
         self._check_followed(tensors, name)
         is_recorded = any(tensor in self._ids for tensor in tensors)
         if not is_recorded and not any(tensor in self._sources for tensor in tensors):
+            self._of_batch.append(name)
             return func(*args, **kwargs)
         if func == SET_DATA and not is_recorded:
             self._note_change("data", leaves[0])

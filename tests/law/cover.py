@@ -137,7 +137,7 @@ def every_case() -> tuple[Case, ...]:
     return tuple(case for case in cases if case.is_allowed)
 
 
-INLINE = ("penalised", "quantised", "balanced", "reading", "carrying", "graphs", "deep-q", "proximal-policy")
+INLINE = ("penalised", "quantised", "balanced", "reading", "carrying", "graphs", "deep-q", "proximal-policy", "mixup")
 """Programs that stages can't follow."""
 
 PINNED = (

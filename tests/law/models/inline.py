@@ -205,6 +205,23 @@ class ProximalPolicy(L.LightningModule):
         self.log("val_loss", F.mse_loss(self.critic(batch[0]), batch[1].mean(1, keepdim=True)))
 
 
+class Mixup(Trained):
+    """Mixes each sample with another before the blocks, and the losses after them (Zhang et al. 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, WIDTH), *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "abc")
+        )
+        self.head = nn.Linear(WIDTH, 4)
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, targets = batch
+        rows = torch.randperm(len(x), device=x.device) if self.training else torch.arange(len(x), device=x.device)
+        output = self.head(self.layers(0.7 * x + 0.3 * x[rows]))
+        return 0.7 * F.mse_loss(output, targets) + 0.3 * F.mse_loss(output, targets[rows].flip(1))
+
+
 def _joined(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """Of each sample a ring of as many nodes as its place and two, which are shares of it."""
     sizes = [2 + i % 3 for i in range(len(samples))]
@@ -249,5 +266,6 @@ MODELS = {
         has_plain_step=False,
         skips=frozenset({"clipped-values"}),  # Lightning clips nothing of a step by hand
     ),
+    "mixup": Model(job=small_job(Mixup, features), fits=_with_one_replica, families=frozenset({"pp"})),
     "graphs": Model(job=small_job(Graphs, features, collate=_joined), lr=0.03, fits=_with_one_replica),
 }

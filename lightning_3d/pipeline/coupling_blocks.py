@@ -1,0 +1,115 @@
+"""Blocks that couple the samples of their batch, which with a pipeline is a microbatch.
+
+A block with code of the user's runs twice, alone, with random weights and inputs: the second time half of the samples
+are others, which changes what the first half gives only if samples meet. Integers and masks are zero meanwhile, and a
+block that does not run so, or that is large, is not told of. Of BatchNorm the plan tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.distributed.rng import Generators
+from lightning_3d.model.pytrees import as_called
+from lightning_3d.pipeline.joints import grown_dim
+from lightning_3d.pipeline.loss_kind import is_close, tolerance
+from lightning_3d.torch_internals.modules import BatchNorm, named_state
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.trace.fake_blocks import random_like, run_with_state
+from lightning_3d.trace.ghost import TensorMeta
+from lightning_3d.trace.trace import Trace
+
+_MOST_BYTES = 2**30  # of a block's parameters and buffers
+
+
+def coupling_blocks(blocks: Mapping[str, nn.Module], whole: Trace, part: Trace) -> Iterator[str]:
+    """FQNs of the blocks that do.
+
+    Args:
+        whole: The trace of a batch.
+        part: That of its half.
+    """
+    known: dict[Hashable, bool] = {}
+    for call in whole.block_calls:
+        if call.call_index == 0 and call.name in part.block_inputs:
+            probe = _Probe(blocks[call.name], whole.block_inputs[call.name], part.block_inputs[call.name])
+            if probe.kind not in known:
+                ids = [result.tensor for result in call.results]
+                dims = [None if i is None else grown_dim(whole.tensors[i], part.tensors[i]) for i in ids]
+                known[probe.kind] = probe.couples(dims)
+            if known[probe.kind]:
+                yield call.name
+
+
+class _Probe:
+    """One block, with the arguments that it gets for a batch and for its half, tensors as metas."""
+
+    def __init__(self, block: nn.Module, of_whole: Any, of_part: Any) -> None:
+        self._block = block
+        self._metas, self._spec = tree_flatten(of_whole)
+        self._of_part = tree_leaves(of_part)
+        self._state = {name: tensor for name, tensor, _ in named_state(block)}
+        classes = tuple(type(module) for module in block.modules())
+        shapes = tuple((name, tensor.shape) for name, tensor in self._state.items())
+        self.kind: Hashable = (classes, shapes, repr(self._metas))
+        """Blocks of one kind do alike."""
+
+    def couples(self, dims: Sequence[int | None]) -> bool:
+        """Whether it couples samples.
+
+        Args:
+            dims: Of its outputs, the dimension of the samples.
+        """
+        modules = list(self._block.modules())
+        is_users = any(not type(module).__module__.startswith("torch.nn.") for module in modules)
+        is_told = any(isinstance(module, BatchNorm) for module in modules)
+        if (
+            is_told
+            or not is_users
+            or sum(tensor.numel() * tensor.element_size() for tensor in self._state.values()) > _MOST_BYTES
+        ):
+            return False
+        try:
+            return self._runs_differ(dims)
+        except Exception:
+            return False
+
+    def _runs_differ(self, dims: Sequence[int | None]) -> bool:
+        device = next(meta.device for meta in self._metas if isinstance(meta, TensorMeta))
+        generators = Generators(device)
+        with torch.no_grad(), generators.torch_seeded(0):
+            stand_ins = {tensor: random_like(tensor, device) for tensor in self._state.values()}
+            inputs, others = self._inputs(), self._inputs()
+        outputs = []
+        for given in (inputs, self._with_other_half(inputs, others)):
+            state = {name: stand_ins[tensor].clone() for name, tensor in self._state.items()}
+            args, kwargs = as_called(tree_unflatten(given, self._spec))
+            with torch.no_grad(), generators.torch_seeded(1):
+                outputs.append(tree_leaves(run_with_state(self._block, state, args, kwargs)))
+        return any(
+            not _are_alike(*(leaf.narrow(dim, 0, leaf.shape[dim] // 2) for leaf in pair))
+            for *pair, dim in zip(*outputs, dims[: len(outputs[0])], strict=True)
+            if dim is not None
+        )
+
+    def _inputs(self) -> list[Any]:
+        return [meta.random() if isinstance(meta, TensorMeta) else meta for meta in self._metas]
+
+    def _with_other_half(self, inputs: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """These, where the second half of the samples are others."""
+        mixed = []
+        for leaf, other, meta, of_part in zip(inputs, others, self._metas, self._of_part, strict=True):
+            dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
+            if dim is not None:
+                size = leaf.shape[dim] // 2
+                leaf = torch.cat([leaf.narrow(dim, 0, size), other.narrow(dim, size, leaf.shape[dim] - size)], dim)
+            mixed.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        return mixed
+
+
+def _are_alike(first: Tensor, second: Tensor) -> bool:
+    return is_close(first.double(), second.double(), tolerance(is_half=first.dtype.itemsize < 4))
