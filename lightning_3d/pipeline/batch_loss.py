@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_3d.errors import StepError, TraceError
+from lightning_3d.errors import StepError, ThreeDError
 from lightning_3d.pipeline.effects.join import Average
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
@@ -46,7 +46,7 @@ class Decision:
     views: Sequence[int] | None = None
     """In what the code after the blocks gets, where it runs on the whole batch (``row_order.py``); only the last stage
     knows them."""
-    problem: StepError | TraceError | None = None
+    problem: ThreeDError | None = None
     """Found by the last stage, to be raised on all ranks."""
 
 
@@ -111,9 +111,11 @@ class BatchLoss:
                 decision = replace(decision, views=self._study.views(whole, parts))
             if found.kind == LossKind.WEIGHTED:
                 decision = replace(decision, weights=self._study.weights(whole, parts, min(found.denominators)))
-        except Exception as error:  # the other stages are told at the end of the step
+        except ThreeDError as error:  # the other stages are told at the end of the step
+            return replace(decision, problem=error)
+        except Exception as error:
             what = f"{type(error).__name__} while finding how a batch is made of its microbatches: {error}"
-            problem = StepError(what) if trains else TraceError(what, lacks_data=True)
+            problem = StepError(what)
             problem.__cause__ = error
             return replace(decision, problem=problem)
         return decision

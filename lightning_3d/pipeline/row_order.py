@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_3d.errors import StepError
 from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.denominators import TAIL
-from lightning_3d.pipeline.joints import Joint, grown_dim
+from lightning_3d.pipeline.joints import Joint, check_same_calls, grown_dim
 from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.trace.ghost import TensorMeta
@@ -75,6 +75,7 @@ def views_of(
     Raises:
         StepError: they can't be told.
     """
+    check_same_calls(whole, parts)
     known: dict[int, _Rows] = {}
     calls = [call for call, stage in zip(whole.trace.calls, whole.call_stages, strict=True) if stage != TAIL]
     for call, of_whole, *of_parts in zip(calls, *given, strict=False):
