@@ -43,6 +43,10 @@ class SplitError(BatchError):
     """A batch that can't be split into microbatches."""
 
 
+class TooFewSamplesError(SplitError):
+    """A batch of fewer samples than microbatches."""
+
+
 class StepError(ThreeDError, RuntimeError):
     """A step that does something a pipeline can't run (no loss, manual optimization, several closures)."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_3d.distributed.agreement import gather_numbers
-from lightning_3d.errors import StepError, TraceError
+from lightning_3d.errors import StepError, ThreeDError
 from lightning_3d.pipeline.effects.join import Average
 from lightning_3d.pipeline.glue_run import CoupledError
 from lightning_3d.pipeline.loss_kind import LossKind
@@ -51,7 +51,7 @@ class Decision:
     views: Sequence[int] | None = None
     """In what the code after the blocks gets, where it runs on the whole batch (``row_order.py``); only the last stage
     knows them."""
-    problem: StepError | TraceError | None = None
+    problem: ThreeDError | None = None
     """Found by the last stage, to be raised on all ranks."""
 
 
@@ -122,9 +122,11 @@ class BatchLoss:
                 decision = replace(decision, views=self._study.views(whole, parts))
             if found.kind == LossKind.WEIGHTED:
                 decision = replace(decision, weights=self._study.weights(whole, parts, min(found.denominators)))
-        except Exception as error:  # the other stages are told at the end of the step
+        except ThreeDError as error:  # the other stages are told at the end of the step
+            return replace(decision, problem=error)
+        except Exception as error:
             what = f"{type(error).__name__} while finding how a batch is made of its microbatches: {error}"
-            problem = StepError(what) if trains else TraceError(what, lacks_data=True)
+            problem = StepError(what)
             problem.__cause__ = error
             return replace(decision, problem=problem)
         return decision

@@ -78,6 +78,21 @@ def grown_dim(meta: TensorMeta, other: TensorMeta) -> int | None:
     return next((dim for dim, (size, of_other) in pairs if size != of_other), None)
 
 
+def check_same_calls(whole: StageFlow, parts: Sequence[StageFlow]) -> None:
+    """Raise where the step does not go the same way for the whole batch and for its microbatches.
+
+    Raises:
+        StepError: it does not.
+    """
+    calls = [(call.name, call.outputs) for call in whole.trace.calls]
+    if any([(call.name, call.outputs) for call in part.trace.calls] != calls for part in parts):
+        raise StepError(
+            "The step makes other calls for the whole batch than for its microbatches, as one that takes a batch apart"
+            " into its samples, so the loss of the whole batch can't be computed from what the blocks gave. Set"
+            " pipeline.loss='mean' or 'sum'."
+        )
+
+
 def received_joints(
     stage: int,
     whole: StageFlow,
@@ -93,12 +108,7 @@ def received_joints(
     Raises:
         StepError: they don't.
     """
-    names = [call.name for call in whole.trace.calls]
-    if any([call.name for call in part.trace.calls] != names for part in parts):
-        raise StepError(
-            "The step makes other calls for the whole batch than for its microbatches, so the loss of the whole batch"
-            " can't be computed from what the blocks gave. Set pipeline.loss='mean' or 'sum'."
-        )
+    check_same_calls(whole, parts)
     if any(part.trace.host_position != whole.trace.host_position for part in parts):
         raise StepError(
             "The step draws other numbers of Python's or NumPy's random generators for the whole batch than for its"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import SplitError
+from lightning_3d.errors import SplitError, TooFewSamplesError
+from lightning_3d.torch_internals.tensors import version_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
         return [Microbatch(batch=batch, weight=1.0)]
     size = batch_size(batch)
     if size < num_microbatches:
-        raise SplitError(
+        raise TooFewSamplesError(
             f"A batch of {size} samples can't be split into {num_microbatches} microbatches. Raise the batch size of"
             " the dataloader (it counts per data-parallel rank), or lower pipeline.num_microbatches."
         )
@@ -151,3 +152,13 @@ def detached_from_inference(batch: Any) -> Any:
         return batch.clone() if batch.is_inference() else batch
     with torch.no_grad():
         return _map_children(batch, detached_from_inference)
+
+
+def copied_batch(batch: Any) -> Any:
+    """The same batch, for code that may change it in place."""
+    return map_tensors(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+def contents(batch: Any) -> Hashable:
+    """The signature of a batch, and how often each of its tensors was changed in place."""
+    return signature(batch), tuple(version_of(leaf) for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))

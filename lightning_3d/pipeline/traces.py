@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_3d.pipeline.microbatches import map_tensors, num_samples, signature
+from lightning_3d.pipeline.microbatches import contents, copied_batch, num_samples, signature
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.traced_numbers import OF_TRAINER, Decisions
@@ -36,6 +36,8 @@ class StepCall:
     """All that its trace depends on besides the batch."""
     heads: frozenset[str] = frozenset()
     """FQNs of blocks that belong to the code after the blocks, where that runs apart."""
+    changing: Set[Hashable] = field(default=frozenset(), repr=False)
+    """Kinds of calls that change their batch."""
 
     @cached_property
     def kind(self) -> Hashable:
@@ -48,8 +50,9 @@ class StepCall:
         return num_samples(self.batch)
 
     def run(self, module: nn.Module) -> Any:
-        """Call it, on a copy of the batch: a step that changes it in place (``x.mul_(2)``) runs several times."""
-        return getattr(module, self.name)(map_tensors(self.batch, Tensor.clone), *self.rest)
+        """Call it; the batch stays as it is, for other stages, the code after the blocks, and a step that fails."""
+        batch = copied_batch(self.batch) if self.kind in self.changing else self.batch
+        return getattr(module, self.name)(batch, *self.rest)
 
 
 class Traces:
@@ -77,6 +80,7 @@ class Traces:
         self._module, self._blocks, self._tracing, self._gathered = module, frozenset(blocks), tracing, gathered
         self._heads = heads
         self._known: OrderedDict[Hashable, Trace] = OrderedDict()
+        self._changing: set[Hashable] = set()
         self._num_traced: Counter[str] = Counter()  # by name of the step, as those below
         self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)
 
@@ -88,7 +92,8 @@ class Traces:
         flags = tuple(self._flags(self._module))
         state = tuple(self._gathered(hash((torch.is_grad_enabled(), trainable, flags, decided))))
         heads = frozenset[str]() if name == "training_step" else self._heads
-        return [StepCall(name=name, batch=batch, rest=rest, state=state, heads=heads) for batch in batches]
+        make = partial(StepCall, name=name, rest=rest, state=state, heads=heads, changing=self._changing)
+        return [make(batch=batch) for batch in batches]
 
     def trace(self, call: StepCall) -> Trace:
         """The trace of such a call."""
@@ -103,7 +108,12 @@ class Traces:
             )
         with world_collectives_refused(), self._decisions[call.name].noted(self._numbers(call.rest)) as numbers:
             rest = [numbers.get(_argument(i), value) for i, value in enumerate(call.rest)]
-            return self._tracing(call.name, map_tensors(call.batch, Tensor.clone), rest)
+            batch = copied_batch(call.batch)
+            before = contents(batch)
+            trace = self._tracing(call.name, batch, rest)
+        if contents(batch) != before:
+            self._changing.add(call.kind)
+        return trace
 
     def _numbers(self, rest: Sequence[Any]) -> dict[str, int]:
         """The integers by which a step may decide."""

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.batches import example_batch
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
+from lightning_3d.pipeline.microbatches import copied_batch, split_batch
 from lightning_3d.planning.inline_mode import is_microbatched
 from lightning_3d.planning.planner import ExampleStep
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -50,7 +50,7 @@ def example_step(
     if shape.tp > 1 or not is_whole or (config.activations.plans_memory and name == "training_step"):
         rest = further_arguments(trainer, getattr(module, name))
         batch = before_transfer(module, trainer.precision_plugin.convert_input(example_batch(trainer)))
-        batch = detached_from_inference(trainer.strategy.batch_to_device(batch, dataloader_idx=0))
+        batch = copied_batch(trainer.strategy.batch_to_device(batch, dataloader_idx=0))  # the first step gets it, too
         microbatch = split_batch(batch, config.num_microbatches)[0].batch
 
     return ExampleStep(

@@ -22,6 +22,7 @@ from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import flatten_call, register_dataclasses
 from lightning_3d.pipeline.inline.gradients import About, Line, enter, leave, remote
+from lightning_3d.pipeline.inline.jagged import packed, unpacked
 from lightning_3d.torch_internals.process_groups import object_device
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of
@@ -82,14 +83,17 @@ class Exchange:
         Raises:
             Exception: the call's own, on every rank.
         """
+        args, kwargs = packed((args, kwargs))
         register_dataclasses((args, kwargs))
         leaves, with_leaves = flatten_call(args, kwargs)
         trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
         inputs = [*trained.values()] if torch.is_grad_enabled() else []
         if self.pp_rank == home:
-            return self._at_home(fqn, home, call, leaves, with_leaves, inputs)
-        told: _Result = on_one_rank(_never, rank=home, group=self._group)
-        return self._elsewhere(fqn, home, told, leaves, inputs)
+            output, notes = self._at_home(fqn, home, call, leaves, with_leaves, inputs)
+        else:
+            told: _Result = on_one_rank(_never, rank=home, group=self._group)
+            output, notes = self._elsewhere(fqn, home, told, leaves, inputs)
+        return unpacked(output), notes
 
     def read(self, tensor: Tensor, home: int) -> Tensor:
         """The value of a parameter or buffer of a block; every rank calls it.
@@ -131,9 +135,10 @@ class Exchange:
 
         def run() -> _Result:
             before, versions = self._generators.states(), _versions(given)
-            output, notes = call(partial(_shown, self._line(fqn, home), token), *with_leaves(given))
+            output, notes = call(partial(_shown, self._line(fqn, home), token), *unpacked(with_leaves(given)))
             changed.extend(i for i, version in enumerate(_versions(given)) if version != versions[i])
             _refuse_changed(fqn, [given[i] for i in changed])
+            output = packed(output)
             register_dataclasses(output)
             outputs, spec = tree_flatten(output)
             own = {id(tensor): i for i, tensor in enumerate(given) if isinstance(tensor, Tensor)}
