@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.torch_internals.dispatch import OperatorMode, dispatch_modes
+from lightning_3d.torch_internals.dispatch import KEEPS_PRODUCTS, OperatorMode, dispatch_modes, without_modes
 
 
 class CollectiveMode(OperatorMode, ABC):
@@ -34,3 +36,17 @@ def collective(make: Callable[[], Tensor], used_up: Tensor | None = None) -> Ten
         if isinstance(mode, CollectiveMode):
             make = partial(mode.on_collective, make, used_up)
     return make()
+
+
+def is_kept() -> bool:
+    """Whether the user's own selective checkpoint keeps what operators give: it must not be changed in place, however
+    fresh it is.
+    """
+    return any(isinstance(mode, KEEPS_PRODUCTS) for mode in dispatch_modes())
+
+
+def unseen_by_checkpoints() -> AbstractContextManager[Any]:
+    """Inside, the user's selective checkpoint sees no operators: it would keep buffers that a collective fills later,
+    and it tells the calls of both runs by their numbers, so that it may not see what is made once.
+    """
+    return without_modes(KEEPS_PRODUCTS) if is_kept() else nullcontext()

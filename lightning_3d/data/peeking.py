@@ -15,7 +15,8 @@ from typing import Any
 
 from lightning_3d.data.held_generators import held_by
 from lightning_3d.distributed.generator_states import is_generator, states_kept
-from lightning_3d.model.snapshot import CONTAINERS, Snapshot
+from lightning_3d.model.containers import CONTAINERS
+from lightning_3d.model.snapshot import Snapshot
 
 
 class Peeked(Iterator[Any]):

@@ -33,8 +33,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.errors import StepError
+from lightning_3d.model.containers import refill
 from lightning_3d.model.pytrees import Container, argument_containers, changed_containers
-from lightning_3d.model.snapshot import refill
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.fsdp import is_refusal_of_changes
 from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler, parameters_of

@@ -4,28 +4,25 @@ not stay.
 Covers attributes that are set or removed (parameters, buffers, hooks and training flags among them), what changes in
 the lists, dicts, sets and deques that they refer to, however deep, and the data of buffers and plain tensors. Tensors
 in lists are results of earlier steps, whose data is not kept. ``preserved`` also covers attributes of objects of the
-author's own classes (an agent, a buffer), and random generators among the attributes of modules. What changes inside of
-other objects stays changed.
+author's own classes (an agent, a buffer), random generators among the attributes of modules, and tensors that their
+code keeps outside of them (`code_caches`). What changes inside of other objects stays changed.
 
 Only what changed is touched, and by the methods of the built-in classes: a frozen dict refuses its own ``update``.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_3d.distributed.generator_states import generators_of, states_kept
+from lightning_3d.model.code_caches import CodeCaches
+from lightning_3d.model.containers import CONTAINERS, content_of, is_filled_with, refill
 from lightning_3d.torch_internals.modules import BUFFERS
 from lightning_3d.torch_internals.tensors import version_of
-
-CONTAINERS = (dict, list, set, deque)
-"""Classes whose content is kept, their subclasses included."""
 
 _SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter})
 """Classes of entries that nothing needs to be kept of, in a list."""
@@ -75,7 +72,7 @@ class Snapshot:
             unseen: Whether to copy data back also where torch counted no change, as of one through ``tensor.data``.
         """
         for attributes, before in self._owners:
-            if not _is_filled_with(now := self._kept(attributes), before):
+            if not is_filled_with(now := self._kept(attributes), before):
                 for name in now.keys() - before.keys():
                     del attributes[name]
                 attributes.update(before)
@@ -87,7 +84,7 @@ class Snapshot:
 
     def differs(self) -> bool:
         """Whether anything changed since, as far as torch counts changes of tensors."""
-        owners = any(not _is_filled_with(self._kept(attributes), before) for attributes, before in self._owners)
+        owners = any(not is_filled_with(self._kept(attributes), before) for attributes, before in self._owners)
         return owners or any(saved is not None and saved.is_changed() for saved in self._saved.values())
 
     def has_data_of(self, tensor: Tensor) -> bool:
@@ -157,7 +154,7 @@ class _Container:
         return () if _SIMPLE.issuperset(map(type, self.content)) else [e for e in self.content if type(e) is not Tensor]
 
     def is_changed(self) -> bool:
-        return not _is_filled_with(self.value, self.content)
+        return not is_filled_with(self.value, self.content)
 
     def may_differ(self) -> bool:
         return self.is_changed() or any(isinstance(saved, _Data) or saved.may_differ() for saved in self.nested)
@@ -195,7 +192,7 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
         Snapshot((inner for inner in modules if id(inner) not in untouched), package=_package_of(type(module))),
         Snapshot((inner for inner in modules if id(inner) in untouched), with_data=False),
     ]
-    with states_kept(generators_of(modules)):
+    with states_kept(generators_of(modules)), CodeCaches(modules).put_back():
         try:
             yield
         finally:
@@ -211,36 +208,3 @@ def _is_plain(value: object, package: str) -> bool:
     """Whether an object's class is of a package, and derives from no other's (a Trainer, a dataset)."""
     packages = {_package_of(cls) for cls in type(value).__mro__}
     return package in packages <= {package, *_OF_NOTHING}
-
-
-def refill(container: Any, content: Any) -> None:
-    """Change what is in a list, deque, set or dict."""
-    kind, content = _builtin(container), content_of(content)  # a copy: it may be the container itself
-    kind.clear(container)
-    if isinstance(container, dict):
-        for key, value in content.items():
-            kind.__setitem__(container, key, value)
-    else:
-        (kind.update if kind is set else kind.extend)(container, content)
-
-
-def _builtin(container: Any) -> Any:
-    """The built-in class behind the container's."""
-    return next(cls for cls in (OrderedDict, *CONTAINERS) if isinstance(container, cls))
-
-
-def content_of(container: Any) -> Any:
-    """A plain dict, set or list of what is in a container."""
-    kind = _builtin(container)
-    if isinstance(container, dict):
-        return dict(kind.items(container))
-    return set(container) if kind is set else list(container)
-
-
-def _is_filled_with(container: Any, content: Any) -> bool:
-    if len(container) != len(content):
-        return False
-    kind = _builtin(container)
-    if isinstance(container, dict):
-        return all(map(is_, kind.keys(container), content)) and all(map(is_, kind.values(container), content.values()))
-    return bool(container == content) if kind is set else all(map(is_, container, content))

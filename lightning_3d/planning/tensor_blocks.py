@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.model.kinds import identity_of
@@ -15,6 +15,7 @@ from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
 from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replicated_plan, roles_by_hand
 from lightning_3d.tensor.plan.block_plan import Role
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_uneven
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyRoles, WeightRoles, find_vocabulary, with_vocabulary
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
@@ -71,11 +72,15 @@ def plan_blocks(
     return replace(plan, blocks=tuple(sharded))
 
 
-def _best(find: Callable[..., BlockTensorPlan], *, sequence_parallel: bool) -> BlockTensorPlan:
+def _best(find: partial[BlockTensorPlan], *, sequence_parallel: bool) -> BlockTensorPlan:
     """A block's sharding, along its sequence too if that can be."""
     best = find(sequence_parallel=sequence_parallel)
     if sequence_parallel and not best.is_sharded:
-        best = replace(find(sequence_parallel=False), not_sequence_parallel=best.reason)
+        whole = find(sequence_parallel=False)
+        return replace(whole, not_sequence_parallel=f"{best.reason} ({whole.summary})")
+    if sequence_parallel and is_uneven(find.args[1], best.size):
+        why = f"its sequence of {find.args[1][0].shape[SEQUENCE_DIM]} is not divisible by {best.size}"
+        return replace(best, not_sequence_parallel=why)
     return best
 
 
@@ -174,6 +179,6 @@ def _described(inputs: Any) -> str:
     )
 
 
-def example_inputs(inputs: Any) -> Any:
-    """Traced inputs of a block, with meta tensors in place of ``TensorMeta``."""
-    return tree_map_only(TensorMeta, TensorMeta.on_meta, inputs)
+def example_inputs(inputs: Any, form: Callable[[TensorMeta], Tensor] = TensorMeta.on_meta) -> Any:
+    """Traced inputs of a block, with meta tensors, or those of another form, in place of ``TensorMeta``."""
+    return tree_map_only(TensorMeta, form, inputs)

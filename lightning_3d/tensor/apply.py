@@ -29,6 +29,7 @@ def apply_block(
     *,
     excluded: Collection[nn.Parameter] = frozenset(),
     made: dict[nn.Parameter, nn.Parameter] | None = None,
+    axis: MeshAxis | None = None,
 ) -> None:
     """Shard or replicate every parameter of a block as planned and make its forward run on them.
 
@@ -41,6 +42,7 @@ def apply_block(
         mesh: The one-dimensional tp axis.
         excluded: Parameters that are left as they are, as others use them, too.
         made: Parameter -> the new one in its place; this block takes what is there and adds its own.
+        axis: Makes its collectives, in place of those of `mesh`.
 
     Raises:
         PlanError: the plan is for another size or another block, or shards an excluded parameter.
@@ -64,7 +66,7 @@ def apply_block(
             vocabulary.append((owner, name))
         else:
             slots[id(owner), name] = (owner, name, weight.sharding)
-    running(block).sharded = ShardedForward(block, plan, MeshAxis(mesh), list(slots.values()), vocabulary)
+    running(block).sharded = ShardedForward(block, plan, axis or MeshAxis(mesh), list(slots.values()), vocabulary)
 
 
 def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.activations.collective_mode import collective
+from lightning_3d.activations.collective_mode import collective, is_kept, unseen_by_checkpoints
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Parts, Sharded
@@ -57,21 +57,22 @@ class _Enter(torch.autograd.Function):
         # A copy: autograd may hand the same gradient tensor to other nodes.
         copied = gradient.clone(memory_format=torch.contiguous_format)
         if torch.is_grad_enabled():  # a gradient of this gradient may come
-            return _apply(_Reduce, copied, ctx.axis), None
+            return reduce(copied, ctx.axis), None
         return ctx.axis.all_reduce(copied), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, axis: Axis, is_kept: bool) -> Tensor:
         ctx.axis = axis
         # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
         # `data`, as user code may change the result in place, which autograd refuses for a view made here.
-        return collective(lambda: axis.all_reduce(partial.contiguous().data), used_up=partial)
+        product = partial.clone(memory_format=torch.contiguous_format) if is_kept else partial.contiguous().data
+        return collective(lambda: axis.all_reduce(product), used_up=partial)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _apply(_Enter, gradient, ctx.axis) if torch.is_grad_enabled() else gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Enter, gradient, ctx.axis) if torch.is_grad_enabled() else gradient, None, None
 
 
 class _Cut(torch.autograd.Function):
@@ -130,7 +131,8 @@ class _OfFirstRank(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
-    return cast(Tensor, function.apply(*args))
+    with unseen_by_checkpoints():
+        return cast(Tensor, function.apply(*args))
 
 
 def enter(tensor: Tensor, axis: Axis) -> Tensor:
@@ -143,8 +145,8 @@ def enter(tensor: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce(partial: Tensor, axis: Axis) -> Tensor:
-    """The sum over the ranks; `partial` must be a fresh result and is overwritten."""
-    return _apply(_Reduce, partial, axis)
+    """The sum over the ranks; `partial` must be a fresh result and is overwritten, unless somebody keeps it."""
+    return _apply(_Reduce, partial, axis, is_kept())
 
 
 def cut(tensor: Tensor, axis: Axis, placement: Sharded) -> Tensor:

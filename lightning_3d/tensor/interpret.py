@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_3d.activations.collective_mode import unseen_by_checkpoints
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor import collectives
@@ -26,6 +27,7 @@ from lightning_3d.tensor.placement import Partial, Placement, Shard, Whole
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import (
     DECIDES,
+    MEMORY,
     METADATA,
     ON_WHOLE,
     Function,
@@ -118,6 +120,11 @@ class Interpreter(TorchFunctionMode):
 
     def _other(self, call: Call) -> LocalCall:
         """A call that no rule answers."""
+        if call.name in MEMORY:
+            raise PlanError(
+                f"{call.name} asks for the memory of a tensor of which tensor parallel leaves this rank a part. Return"
+                " the tensor from the block and ask there, or let tensor.plan replicate the block's weights."
+            )
         changed = call.destination
         is_refused = call.name in ON_WHOLE or (changed is not None and not isinstance(changed, ShardedTensor))
         local = None if is_refused else generic(call, self.axis)
@@ -281,6 +288,7 @@ class _ByTensor(Generic[T]):
         """The cached value; made now if the tensor is new or changed."""
         known = self._made.get(id(tensor))
         if known is None or known[1] != version_of(tensor):
-            known = (tensor, version_of(tensor), make())
+            with unseen_by_checkpoints():
+                known = (tensor, version_of(tensor), make())
             self._made[id(tensor)] = known
         return known[2]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
-from lightning_3d.torch_internals.autograd import is_checkpointing
+from lightning_3d.torch_internals.autograd import is_checkpointing, is_in_backward, when_backward_ends
 from lightning_3d.torch_internals.capture import is_captured, recomputed_when_compiled
 from lightning_3d.torch_internals.tensors import storage_id
 
@@ -35,14 +35,21 @@ def cut_sequence(args: tuple[Any, ...], axis: Axis) -> tuple[tuple[Any, ...], to
         The arguments, and the full shape of what is cut; None if nothing is.
     """
     first = args[0] if args else None
-    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() != 3:
-        return args, None
-    if first.shape[SEQUENCE_DIM] % axis.size:
+    if not _is_sequence(first) or first.shape[SEQUENCE_DIM] % axis.size:
         return args, None
     along = Shard(SEQUENCE_DIM)
     own = collectives.cut(first, axis, along)
     own = own if first.requires_grad else own.clone()  # so that nothing retains the rest of it
     return (ShardedTensor(own, axis, along), *args[1:]), first.shape
+
+
+def is_uneven(args: tuple[Any, ...], size: int) -> bool:
+    """Whether the arguments of a block have a sequence that so many ranks do not divide."""
+    return bool(args) and _is_sequence(args[0]) and args[0].shape[SEQUENCE_DIM] % size != 0
+
+
+def _is_sequence(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
 
 
 def is_along(tensor: Tensor, sequence: torch.Size | None) -> bool:
@@ -86,7 +93,8 @@ class _Slice:
         self._local, self._axis, self._whole = local, axis, weakref.ref(whole)
         self._storage = storage_id(whole.untyped_storage())
         self._again: Tensor | None = None
-        self._num_saved, self._is_expected = 0, False
+        self._num_saved = self._num_left = 0
+        self._is_expected = False
 
     def pack(self, saved: Tensor) -> Any:
         """Keep the shape of what has the memory of the whole."""
@@ -101,13 +109,19 @@ class _Slice:
         return saved.shape
 
     def unpack(self, packed: Any) -> Tensor:
-        """The whole again, gathered once for all that kept it."""
+        """The whole again, gathered once in a backward for all that kept it, however often and far it runs."""
         if isinstance(packed, Tensor):
             return packed
-        if self._again is None:
-            self._again = self._axis.all_gather(self._local, SEQUENCE_DIM)
-        again = self._again.view(packed)
-        self._num_saved -= 1
-        if self._num_saved == 0:  # all that read it have run their backward
-            self._again = None
-        return again
+        again = self._again
+        if again is None:
+            again = self._axis.all_gather(self._local, SEQUENCE_DIM)
+            if is_in_backward():
+                self._again, self._num_left = again, self._num_saved
+                when_backward_ends(self._forget)
+        self._num_left -= 1
+        if self._num_left == 0:  # all that read it have run their backward
+            self._forget()
+        return again.view(packed)
+
+    def _forget(self) -> None:
+        self._again = None

@@ -34,6 +34,8 @@ def _collectives(plan: BlockTensorPlan) -> str:
     if plan.reason is not None:
         return f"replicated: {plan.reason}"
     sequence = ", sequence parallel" if plan.is_sequence_parallel else ""
+    if plan.not_sequence_parallel is not None:
+        sequence = f", not sequence parallel: {plan.not_sequence_parallel}"
     others = f", {plan.num_other_collectives_forward} others" if plan.num_other_collectives_forward else ""
     return (
         f"{plan.num_all_reduces_forward} + {plan.num_all_reduces_backward} all-reduces{others}{sequence},"

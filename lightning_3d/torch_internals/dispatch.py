@@ -26,7 +26,10 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
 )
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from lightning_3d.torch_internals.pytree import tree_leaves
 
@@ -52,6 +55,23 @@ function_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mo
 
 dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
 """The dispatch modes that are active: fake tensors', then others, the innermost last."""
+
+KEEPS_PRODUCTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+"""The modes of a selective checkpoint: one keeps what operators give, the other hands it out when they run again."""
+
+
+@contextmanager
+def without_modes(classes: tuple[type[TorchDispatchMode], ...]) -> Iterator[None]:
+    """A context in which dispatch modes of these classes are not active, and all others are."""
+    kept = [mode for mode in dispatch_modes() if not isinstance(mode, classes)]
+    with _disable_current_modes():
+        for mode in kept:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for mode in reversed(kept):
+                _pop_mode(getattr(mode, "_mode_key", None))
 
 
 Operator = OpOverload | HigherOrderOperator

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import Call, own_forward
+from lightning_3d.model.code_caches import CodeCaches
 from lightning_3d.model.pytrees import copied, is_opaque
 from lightning_3d.torch_internals.dispatch import OperatorMode, draws_random_numbers
 from lightning_3d.torch_internals.fake_tensors import (
@@ -248,6 +249,7 @@ class FakeBlocks:
         kept_hooks: Mapping[str, frozenset[HookCall]],
     ) -> None:
         self._fakes, self._kept_hooks = fakes, kept_hooks
+        self._caches = CodeCaches(module.modules())
         self.unsent_attributes: dict[str, frozenset[str]] = {}
         """Block FQN -> names in it of attributes that its forward changes otherwise than by setting tensors."""
         self.changed_buffers: set[str] = set()
@@ -279,7 +281,8 @@ class FakeBlocks:
         before = attributes_of(block)
         opaque = {i: copied(leaf) for i, leaf in enumerate(fakes) if is_opaque(leaf)}  # a failing run changes them
         try:
-            packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, state))
+            with self._caches.put_back():
+                packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, state))
         except TraceError:
             raise
         except Exception:  # the run on random tensors raises the same if the block is to blame
@@ -288,7 +291,7 @@ class FakeBlocks:
             for name, attribute in before.items():
                 set_attribute(block, name, attribute.value)
             random = RandomRun(fakes, known, mode)
-            with random:
+            with random, self._caches.put_back():
                 arguments = tree_unflatten([opaque.get(i, leaf) for i, leaf in enumerate(random.arguments)], spec)
                 random_state = random.tensors_like(self._state[fqn])
                 packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, random_state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +21,18 @@ class TensorMeta:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    values: Tensor | None = field(default=None, repr=False, compare=False)
+    """The tensor itself, of integers that a block gets of the batch alone, by example."""
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorMeta:
+    def of(tensor: Tensor, values: Tensor | None = None) -> TensorMeta:
         """Describe a real, fake or meta tensor."""
         return TensorMeta(
-            shape=tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+            values=values,
         )
 
     @property
@@ -37,6 +43,10 @@ class TensorMeta:
     def on_meta(self) -> Tensor:
         """A contiguous leaf on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+    def as_seen(self) -> Tensor:
+        """The values, if they are known; else `on_meta`."""
+        return self.on_meta() if self.values is None else self.values
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         """Numbers between 0 and 1, which probabilities, variances and the like are too; zeros for integers."""

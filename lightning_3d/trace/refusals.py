@@ -93,6 +93,26 @@ def check_arguments(leaves: Sequence[Any], name: str) -> None:
             )
 
 
+def check_layout(leaf: Any, name: str) -> None:
+    """Raise for a jagged tensor, which nothing can stand for: its lengths are data."""
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        raise TraceError(
+            f"{name} (called at {user_frame()}) takes or gives a nested tensor (torch.nested), whose lengths are data"
+            " that a trace does not have. Pad it and pass a mask, or use tensor_parallel_size=1 and, in a pipeline,"
+            " pipeline.mode=inline."
+        )
+
+
+def transformed(name: str) -> TraceError:
+    """The refusal of blocks, or of what they gave, inside of transforms of ``torch.func``."""
+    return TraceError(
+        f"{name} (called at {user_frame()}) runs inside of a transform of torch.func (vmap, grad, jvp, ...) that gets"
+        " blocks or what they gave, which a trace can't look into. Call the transform inside of a block (name its"
+        " module with pipeline.partition='type:REGEX'), or use tensor_parallel_size=1 and, in a pipeline,"
+        " pipeline.mode=inline."
+    )
+
+
 def user_frame() -> str:
     """Where the innermost frame outside torch and this package stands."""
     frame: FrameType | None = sys._getframe(1)

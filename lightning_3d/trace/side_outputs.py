@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.model.block_runner import is_own
+from lightning_3d.model.containers import refill
 from lightning_3d.model.pytrees import argument_containers, changed_containers, holds_tensors, is_same
-from lightning_3d.model.snapshot import refill
 from lightning_3d.torch_internals.modules import (
     TORCH_ATTRIBUTES,
     forward_hooks,

@@ -30,7 +30,7 @@ from lightning_3d.torch_internals.dispatch import SET_DATA
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import forward_hook_registries, named_state
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from lightning_3d.torch_internals.tensors import storage_id, version_of
+from lightning_3d.torch_internals.tensors import are_transforms_active, storage_id, untransformed, version_of
 from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, RandomnessSeen
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import DEVICE_GETTERS, Router, StepMode
@@ -40,8 +40,10 @@ from lightning_3d.trace.refusals import (
     calls_blocks_unseen,
     check_arguments,
     check_constant,
+    check_layout,
     explained,
     gradient_refused,
+    transformed,
     user_frame,
 )
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs, call_hook, call_own_hooks, unpack_outputs
@@ -185,6 +187,8 @@ class _Tracer(StepMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", str(func))
         self._check_followed(tensors, name)
+        if are_transforms_active() and any(untransformed(tensor) in self._ids for tensor in tensors):
+            raise transformed(name)
         is_recorded = any(tensor in self._ids for tensor in tensors)
         if not is_recorded and not any(tensor in self._sources for tensor in tensors):
             self._of_batch.append(name)
@@ -215,12 +219,16 @@ class _Tracer(StepMode):
 
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fqn, block = runner.fqn, runner.block
+        if are_transforms_active():
+            raise transformed(fqn)
         register_dataclasses((args, kwargs))
         leaves, spec = tree_flatten((args, kwargs))
         self._check_followed([leaf for leaf in leaves if isinstance(leaf, Tensor)], fqn)
         check_arguments(leaves, fqn)
+        for leaf in leaves:
+            check_layout(leaf, fqn)
         if fqn not in self._block_inputs:
-            metas = [TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            metas = [self._described(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._block_inputs[fqn] = as_called(tree_unflatten(metas, spec))
         known = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._is_known(leaf)}
         side: list[SideOutputs] = []
@@ -242,6 +250,11 @@ class _Tracer(StepMode):
 
     def _present_values(self, tree: Any) -> list[int | None]:
         return [self._ids.get(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+    def _described(self, tensor: Tensor) -> TensorMeta:
+        """What a block gets, with the values of integers that come from the batch: labels, positions, ids."""
+        is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+        return TensorMeta.of(tensor, tensor.detach() if is_integer and self._is_known(tensor) else None)
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether its data comes from the batch alone."""
@@ -298,6 +311,8 @@ class _Tracer(StepMode):
             output = run(*tree_unflatten(fakes, spec))
         register_dataclasses(output)
         outputs, out_spec = tree_flatten(output)
+        for leaf in outputs:
+            check_layout(leaf, name)
         if is_block:
             for leaf in tree_leaves(output[0]):
                 check_constant(leaf, name, where)

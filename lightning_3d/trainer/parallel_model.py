@@ -64,7 +64,7 @@ from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.step_planner import Planned, StepPlanner
 from lightning_3d.trainer.step_runner import TRAINING, PipelineRunner, StepRunner, WholeModelRunner
-from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
+from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks, warn_of_whole_sequences
 from lightning_3d.waits import CountedWait, Wait
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.fully_sharded import FullySharded, is_shardable
@@ -215,6 +215,7 @@ class _Making:
         """
         module, mesh, device, config, plan = self._module, self._mesh, self._device, self._config, self._planned.plan
         if mesh.shape.tp > 1:
+            warn_of_whole_sequences(plan)
             # The user's code that runs before training draws no numbers of it, and modules beside blocks keep nothing.
             with Generators(device).preserved(), self._precision.dtype_of_steps(), preserved(module):
                 if config.tensor.verify:

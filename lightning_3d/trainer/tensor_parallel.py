@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.config.tensor import TensorConfig
+from lightning_3d.distributed.agreement import alike
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.model.block_runner import Compiled
 from lightning_3d.model.initial_weights import move_parameters, put_back
@@ -21,6 +22,7 @@ from lightning_3d.planning.tensor_blocks import example_inputs, excluded_paramet
 from lightning_3d.tensor import Verification, apply_block, replicated_plan, verify_block
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.trace.fake_blocks import random_like
+from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.waits import Wait, not_told
 
 
@@ -45,14 +47,10 @@ def prove_blocks(
     Returns:
         The same plan on all ranks, in which blocks that did not prove out are replicated; each is warned of.
     """
-    tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor is not None and block.tensor.is_sharded}
-    if left := {fqn: tensor for fqn, tensor in tensors.items() if tensor.not_sequence_parallel is not None}:
-        reasons = {fqn: f"{tensor.not_sequence_parallel} ({tensor.summary})" for fqn, tensor in left.items()}
-        _warn("Sequence parallelism", reasons)
     failed = _failures(plan, observed, mesh, config, device, compiled, wait, is_empty)
     if failed:
         failed = _with_partners(failed, plan)
-        _warn("Tensor parallel", failed)
+        _warn("Tensor parallel is left out of blocks whose sharding differs from dense", failed)
     blocks = observed.blocks
     replicated = {fqn: replicated_plan(blocks[fqn], size=plan.shape.tp, reason=why) for fqn, why in failed.items()}
     return plan.with_tensor(replicated)
@@ -81,11 +79,10 @@ def _failures(
         block = observed.blocks[fqn]
         key = identity_of(fqn, block), tensor
         if key not in proofs:
-            args, kwargs = example_inputs(inputs[fqn])
-            with (
-                wait(f"Proving {fqn}, block {number} of {len(own)}"),
-                _on_device(observed.module, block, device, is_empty),
-            ):
+            args, kwargs = example_inputs(inputs[fqn], TensorMeta.as_seen)
+            with wait(f"Proving {fqn}, block {number} of {len(own)}"), ExitStack() as moved:
+                with alike(mesh.axis("tp").get_group()):
+                    moved.enter_context(_on_device(observed.module, block, device, is_empty))
                 proofs[key] = verify_block(
                     block,
                     tensor,
@@ -104,10 +101,21 @@ def _failures(
     return {fqn: why for part in everyone for fqn, why in part.items()}
 
 
-def _warn(what: str, failed: Mapping[str, str]) -> None:
+def warn_of_whole_sequences(plan: Plan) -> None:
+    """Tell of blocks that could be sharded, and not along their sequence, though that is asked for."""
+    sharded = {block.fqn: block.tensor for block in plan.blocks if block.tensor is not None and block.tensor.is_sharded}
+    reasons = {fqn: why for fqn, tensor in sharded.items() if (why := tensor.not_sequence_parallel) is not None}
+    if reasons:
+        _warn("Sequence parallelism is left out of blocks", reasons)
+
+
+def _warn(what: str, reasons: Mapping[str, str]) -> None:
     if dist.get_rank() == 0:
-        listed = "; ".join(f"{fqn}: {why}" for fqn, why in failed.items())
-        warnings.warn(f"{what} is left out of blocks whose sharding differs from dense: {listed}", stacklevel=3)
+        names: dict[str, list[str]] = {}
+        for fqn, why in reasons.items():
+            names.setdefault(why, []).append(fqn)
+        listed = "; ".join(f"{', '.join(fqns)}: {why}" for why, fqns in names.items())
+        warnings.warn(f"{what}: {listed}", stacklevel=3)
 
 
 @contextmanager

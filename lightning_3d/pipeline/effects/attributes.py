@@ -28,8 +28,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_3d.model.containers import CONTAINERS, content_of, refill
 from lightning_3d.model.pytrees import is_same
-from lightning_3d.model.snapshot import CONTAINERS, Snapshot, content_of, refill
+from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import unseen
 from lightning_3d.pipeline.effects.metrics import metrics_of

@@ -99,6 +99,11 @@ ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
 They draw random numbers, and are no dropout; or they read data, or have no rule for shards.
 """
 
+MEMORY = frozenset(
+    {"__cuda_array_interface__", "__dlpack__", "data_ptr", "is_set_to", "storage", "to_dlpack", "untyped_storage"}
+)
+"""Calls that give the memory itself; that of a gathered copy would be freed at once, or written to in vain."""
+
 METADATA = frozenset(
     {"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "requires_grad"}
     | {"is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"}

@@ -64,6 +64,13 @@ class Slice(NamedTuple):
     step: Any
 
 
+class Constant(NamedTuple):
+    """A value with its class, as True is 1 in Python: ``x[True]`` is not ``x[1]``."""
+
+    kind: type
+    value: Any
+
+
 class Items(NamedTuple):
     """A hashable list, which as an index means something else than a tuple."""
 
@@ -103,14 +110,14 @@ def signature(value: Any, operand: Callable[[Tensor], Operand]) -> Any:
     if isinstance(value, Tensor):
         return operand(value)
     if isinstance(value, slice):
-        return Slice(value.start, value.stop, value.step)
+        return Slice(*(Constant(type(item), item) for item in (value.start, value.stop, value.step)))
     if isinstance(value, tuple):
         return tuple([signature(item, operand) for item in value])
     if isinstance(value, list):
         return Items(tuple([signature(item, operand) for item in value]))
     if isinstance(value, dict):
         return Entries(tuple([(key, signature(item, operand)) for key, item in value.items()]))
-    return value
+    return Constant(type(value), value)
 
 
 @functools.lru_cache(_MAX_SIGNATURES)
@@ -144,8 +151,11 @@ def _decide(function: Function, args: Any, kwargs: Any, rules: ShardingRules, si
     has_parts = any(operand.sizes is not None for operand in operands)
     watch = WatchedOps(rules, [(f, o.dim) for f, o in zip(fakes, operands, strict=True)], size, has_parts=has_parts)
     full_args, full_kwargs = _arguments((args, kwargs), iter(fakes))
+    lie = [_geometry(fake) for fake in fakes]
     with watch:
         output = function(*full_args, **full_kwargs)
+    if [_geometry(fake) for fake in fakes] != lie:
+        raise NoRule("it gives an operand another shape in place")
     outputs = [leaf for leaf in tree_leaves(output) if leaf is not None]
     if not outputs and function is not Tensor.__setitem__:
         raise NoRule("no result")
@@ -177,7 +187,7 @@ def _call_on_shards(
 
 def _is_bit_cast(args: Any) -> bool:
     """Whether a call of ``view`` changes the dtype."""
-    return len(args) == 2 and isinstance(args[1], torch.dtype)
+    return len(args) == 2 and isinstance(args[1].value if isinstance(args[1], Constant) else None, torch.dtype)
 
 
 def _operands(value: Any) -> Iterator[Operand]:
@@ -192,8 +202,10 @@ def _arguments(value: Any, tensors: Iterator[Tensor]) -> Any:
     """The arguments that a signature describes, with tensors in place of operands."""
     if isinstance(value, Operand):
         return next(tensors)
+    if isinstance(value, Constant):
+        return value.value
     if isinstance(value, Slice):
-        return slice(*value)
+        return slice(*(item.value for item in value))
     if isinstance(value, Items):
         return [_arguments(item, tensors) for item in value.items]
     if isinstance(value, Entries):
@@ -205,6 +217,10 @@ def _arguments(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 def _fake(shape: Sequence[int], operand: Operand) -> Tensor:
     return torch.empty(shape, dtype=operand.dtype, device=operand.device)
+
+
+def _geometry(tensor: Tensor) -> object:
+    return tensor.shape, tensor.stride()
 
 
 def _own_shape(shape: Sequence[int], dim: int | None, size: int) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ class WatchedOps(OperatorMode):
             raise NoRule(f"{func} makes a tensor that may depend on sizes")
         for leaf, placement in zip(leaves, placements, strict=bool(placements)):
             if isinstance(leaf, Tensor):
-                self._enter(leaf, placement)
+                self._enter(leaf, placement, func)
         if placements and self._has_parts:
             self._check_order(func, tensors, leaves)
         return output
@@ -138,9 +138,11 @@ class WatchedOps(OperatorMode):
             raise NoRule("an operand can't be cut evenly")
         return target.dim
 
-    def _enter(self, tensor: Tensor, placement: DTensorPlacement | None) -> None:
+    def _enter(self, tensor: Tensor, placement: DTensorPlacement | None, func: OpOverload) -> None:
         self._kept.append(tensor)
-        if type(placement) is Partial and placement.reduce_op in ("sum", "avg") and tensor.is_floating_point():
+        # DTensor has "avg" also for a loss that divides by the weights of its rows, of which ranks have unequal ones.
+        sums = ("sum", "avg") if func.overloadpacket is _aten.mean else ("sum",)
+        if type(placement) is Partial and placement.reduce_op in sums and tensor.is_floating_point():
             self._sums[id(tensor)] = placement.reduce_op
         elif type(placement) is DTensorShard and tensor.shape[placement.dim] % self._size == 0:
             self._dims[id(tensor)] = placement.dim

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
+from lightning_3d.activations.collective_mode import unseen_by_checkpoints
 from lightning_3d.errors import StepError
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.collectives import refuse_second_order
@@ -78,7 +79,7 @@ class Values:
     def made(self, reader: str) -> Tensor:
         """The values with their graph; reader: the name of the function that reads them."""
         if self._made is None:
-            with self._as_then(has_grad=self._has_grad):
+            with self._as_then(has_grad=self._has_grad), unseen_by_checkpoints():
                 self._made = self._make(reader)
         return self._made
 
@@ -276,7 +277,8 @@ def _fused(call: CrossEntropy) -> Tensor:
     def compute(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return cross_entropy_of(inputs, Head(weight=weight, bias=bias, dtype=dtype, then=then, classes=classes), call)
 
-    loss = view.call.run(view.inputs(), compute)
+    with unseen_by_checkpoints():
+        loss = view.call.run(view.inputs(), compute)
     is_autocast = torch.is_autocast_enabled(loss.device.type)
     loss = loss.to(loss.dtype if is_autocast else view.dtype)
     return loss.reshape(call.target.shape if loss.dim() else ())

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.activations.collective_mode import unseen_by_checkpoints
+
 
 def shard_bounds(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
     """First row and the one after the last of this rank's shard, as DTensor cuts `num_rows` that need not divide."""
@@ -42,7 +44,8 @@ class ShardedClasses:
 
     def gathered(self, local: Tensor) -> Tensor:
         """Logits ``[..., own classes]`` as ``[..., classes]``, equal on all ranks; their gradients are equal, too."""
-        return cast(Tensor, _Gather.apply(local, self))  # type: ignore[no-untyped-call]  # torch 2.13
+        with unseen_by_checkpoints():
+            return cast(Tensor, _Gather.apply(local, self))  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 class _Gather(torch.autograd.Function):

@@ -14,6 +14,7 @@ from tests.law.models import (
     glue,
     heads,
     inline,
+    keeping,
     losses,
     programs,
     replicas,
@@ -27,5 +28,7 @@ from tests.law.models.row import Model
 _ROOMS = (by_hand, transformers, losses, programs, blocks, stages, transformer_losses, glue)
 
 MODELS: dict[str, Model] = {
-    name: row for room in (*_ROOMS, inline, heads, diffusion, tensor, replicas) for name, row in room.MODELS.items()
+    name: row
+    for room in (*_ROOMS, inline, heads, diffusion, tensor, replicas, keeping)
+    for name, row in room.MODELS.items()
 }

@@ -286,7 +286,7 @@ class BiasedGPT(TinyGPT):
 
 LEFT_DENSE = (
     "Tensor parallel is left out of blocks whose sharding differs",
-    "Sequence parallelism is left out of blocks whose sharding differs",
+    "Sequence parallelism is left out of blocks",
 )
 """Blocks with hooks on gradients, and those that torch can't differentiate twice."""
 

@@ -1,0 +1,90 @@
+"""The axis of a proof, whose ranks fail together.
+
+What one rank runs into alone (memory, a kernel that it lacks) would leave the others in a collective that it never
+makes. Here ranks first tell each other, by way of their hosts, which collective is next:
+
+    rank 0    all-reduce of (4, 8)   all-reduce of (4, 8)   |  fails: "other ranks stop here"
+    rank 1    all-reduce of (4, 8)   OutOfMemoryError       |  fails
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.distributed.agreement import gather_numbers
+from lightning_3d.errors import PlanError
+from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.torch_internals.capture import is_captured
+
+_FAILED, _ENDED = -1, -2
+"""In place of the number of the next collective."""
+
+
+class ProofFailed(PlanError):
+    """What a rank ran into in a proof; on all ranks."""
+
+
+class _OthersStop(BaseException):
+    """Others have failed, ended or come to another collective. No ``Exception``, so that no user code catches it."""
+
+
+class ProofAxis(MeshAxis):
+    """A `MeshAxis` whose collectives raise on every rank where not all ranks make the same."""
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Collective: every rank enters and leaves.
+
+        Raises:
+            ProofFailed: on every rank, if any of them failed inside.
+        """
+        error: str | None = None
+        try:
+            try:
+                yield
+            except Exception as failure:  # whatever goes wrong, also in the dense block
+                error = f"{type(failure).__name__}: {failure}"
+            self._meet(_ENDED if error is None else _FAILED)
+        except _OthersStop as others:
+            error = error or str(others)
+        else:
+            if error is None:
+                return
+        errors: list[str | None] = [None] * self.size
+        dist.all_gather_object(errors, error, self.mesh.get_group())
+        own = [text for text in errors if text is not None and not text.startswith(_STOPS)] or [_STOPS]
+        raise ProofFailed(own[0])
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.meet("all-reduce", tensor)
+        return super().all_reduce(tensor)
+
+    def all_gather(self, local: Tensor, dim: int) -> Tensor:
+        self.meet(f"all-gather {dim}", local)
+        return super().all_gather(local, dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        self.meet(f"reduce-scatter {dim}", tensor)
+        return super().reduce_scatter(tensor, dim)
+
+    def of_first_rank(self, tensor: Tensor) -> Tensor:
+        self.meet("broadcast", tensor)
+        return super().of_first_rank(tensor)
+
+    def meet(self, what: str, tensor: Tensor | None = None) -> None:
+        """Go on if all ranks do the same next; compiled code, which is made for all of them, is not asked."""
+        if tensor is None or not is_captured(tensor):
+            described = what if tensor is None else f"{what} {tuple(tensor.shape)} {tensor.dtype}"
+            self._meet(zlib.crc32(described.encode()))
+
+    def _meet(self, number: int) -> None:
+        if len(set(gather_numbers(number, self.mesh.get_group()))) > 1:
+            raise _OthersStop(_STOPS)
+
+
+_STOPS = "the ranks of the tp group do not make the same collectives"

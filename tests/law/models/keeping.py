@@ -1,0 +1,137 @@
+"""What code keeps for later: products for a recomputation, tables outside of modules; and losses inside of blocks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.law.models.row import COUPLED, Family, Model
+from tests.models import Block, Regression, TinyGPT, features
+from tests.parity import Job, Layout
+
+WIDTH = 32
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def keeps_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class KeptProducts(Regression):
+    """Its residual layers run under a checkpoint of their author's that keeps matrix products.
+
+    The widening is a layer of no block that is read first inside of the checkpoint.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widening = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(3)
+        )
+        self.last = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, keeps_products)
+        x = self.widening(x)
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        output: Tensor = self.last(x)
+        return output
+
+
+class Tables(nn.Module):
+    """Keeps a grid in an ``lru_cache``, a mask in a class attribute and a scale in a dict of one, and reads data."""
+
+    mask: ClassVar[Tensor | None] = None
+    scales: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=8)
+    def grid(size: int) -> Tensor:
+        return torch.linspace(-1, 1, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[-1]
+        if Tables.mask is None:
+            Tables.mask = torch.arange(size).remainder(3).ne(0)
+        if size not in Tables.scales:
+            Tables.scales[size] = torch.arange(size) / size
+        y = x + self.linear(x) * self.grid(size) * Tables.mask + Tables.scales[size]
+        return y if torch.isfinite(y).all() else y.clamp(-1e4, 1e4)
+
+
+class KeptTables(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.widening, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.layers = nn.ModuleList(Tables() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.widening(x)
+        for layer in self.layers:
+            x = layer(x)
+        output: Tensor = self.last(x)
+        return output
+
+
+class WithLoss(Block):
+    """Gives a mean cross entropy beside its output, over rows that count and weigh unlike, more in the first half."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4)
+        self.classes = nn.Linear(WIDTH, 64, bias=False)
+        self.register_buffer("weights", torch.linspace(0.1, 3.0, 64))
+        self.weights: Tensor
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = super().forward(x)
+        return x, F.cross_entropy(self.classes(x).flatten(0, 1), labels.flatten(), self.weights)
+
+
+class BlockLosses(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(num_layers=0)
+        self.blocks = nn.ModuleList(WithLoss() for _ in range(2))
+
+    def losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        x = self.tokens(inputs)
+        labels = targets.masked_fill(torch.arange(targets.shape[1], device=targets.device) > 9, -100)
+        found = []
+        for block in self.blocks:
+            x, loss = block(x, labels)
+            found.append(loss)
+        return torch.stack(found).sum() + F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.losses(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.losses(batch), sync_dist=True)
+
+
+def _whole(layout: Layout) -> bool:
+    return layout.pp == 1
+
+
+TP: frozenset[Family] = frozenset({"tp"})
+
+MODELS = {
+    "kept-products": Model(job=Job(model=KeptProducts, data=features, num_val_batches=1), families=TP, fits=_whole),
+    "kept-tables": Model(job=Job(model=KeptTables, data=features, num_val_batches=1), lr=0.02),
+    "block-losses": Model(
+        job=Job(model=BlockLosses, num_val_batches=1), lr=0.02, families=TP, fits=_whole, traits=COUPLED
+    ),
+}
