@@ -58,6 +58,7 @@ from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
@@ -66,7 +67,7 @@ from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeMo
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.waits import CountedWait, Wait
 from lightning_3d.zero.engine import Zero
-from lightning_3d.zero.fully_sharded import FullySharded, is_shardable
+from lightning_3d.zero.fully_sharded import FullySharded, is_shardable, lay_out_contiguously
 from lightning_3d.zero.gradients import Gradients
 from lightning_3d.zero.optimizer_kind import num_states
 from lightning_3d.zero.plain_parameters import PlainParameters
@@ -147,6 +148,8 @@ def make_parallel(
     keep_little = partial(_keep_little, own, planned.config, mesh, device, offload, unsplit)
     keep_little(plan)
     _let_meet(own.values(), mesh, rendezvous)
+    for block in own.values():
+        running(block).read = partial(tree_map, made)
     heads = making.heads(plan)
     seed = on_one_rank(torch.initial_seed)
     randomness = StepRandomness(seed=seed, num_replicas=mesh.shape.dp, dp_rank=mesh.dp_rank, device=device)
@@ -197,6 +200,8 @@ class _Making:
 
     def place(self) -> None:
         """Give this rank the weights of its stages."""
+        if self._is_fully_sharded:
+            lay_out_contiguously(self._module)
         is_by_block = self._is_fully_sharded or self._mesh.shape.tp > 1  # that come to the device one after the other
         first = torch.device("cpu") if is_by_block else self._device
         holds = partial(self._planned.plan.holds, self._mesh.pp_rank)
