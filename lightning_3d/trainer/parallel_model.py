@@ -261,7 +261,9 @@ class _Making:
             )
             for block in (plan.blocks if self._config.activations.fused_loss == "auto" else ())
         }
-        return FusedHeads(planned, MeshAxis(self._mesh.axis("tp")) if self._mesh.shape.tp > 1 else None)
+        tp = self._mesh.sliced("tp").mesh.flatten().tolist()
+        meet = partial(self._rendezvous.meet, tp, in_steps=True)
+        return FusedHeads(planned, MeshAxis(self._mesh.axis("tp")) if len(tp) > 1 else None, meet)
 
     def runner(
         self,
@@ -353,12 +355,12 @@ class _Making:
 
 
 def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -> None:
-    """Let the ranks that share weights of a block meet before calls of it between steps."""
+    """Let the ranks that share weights of a block meet before its calls, in steps too if they have the same samples."""
     for block in blocks:
         axes = ("dp_shard", "tp") if isinstance(block, FSDPModule) else ("tp",)
         ranks = mesh.sliced(*axes).mesh.flatten().tolist()
         if len(ranks) > 1 and holds_parts(block):
-            running(block).meet = partial(rendezvous.meet, ranks)
+            running(block).meet = partial(rendezvous.meet, ranks, in_steps=not isinstance(block, FSDPModule))
 
 
 def _keep_little(
