@@ -11,12 +11,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.law.models.spellings import FusedQKV
-from tests.models import ADAM_EPS, TinyGPT
-from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.models import ADAM_EPS, TinyGPT, TinyMLP, features
+from tests.parity import Job, Layout, assert_parity, assert_same_state, fitted, run_layout, whole_state
 from tests.workers import WorkerPools
 
 
@@ -32,6 +34,29 @@ class Model(TinyGPT):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=ADAM_EPS)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
+
+
+class Taught(TinyMLP):
+    """Follows an average of its weights by torch's multi-tensor functions, on another pipeline stage than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = AveragedModel(self.layers, multi_avg_fn=get_ema_multi_avg_fn(0.5)).requires_grad_(False)
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        self.teacher.update_parameters(self.layers)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        output = self(batch[0])
+        loss = F.mse_loss(output, batch[1]) + F.mse_loss(output, self.teacher(batch[0]).detach())
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, tp=2), Layout(pp=2, dp=2, zero=3)], ids=str)
+def test_a_teacher_in_a_pipeline_averages_by_multi_tensor_functions(workers: WorkerPools, layout: Layout) -> None:
+    job = Job(model=Taught, data=features)
+    assert_parity(job, run_layout(workers, job, layout))
 
 
 # ---- checkpoints

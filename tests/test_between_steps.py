@@ -19,7 +19,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_3d import StepError, ThreeDStrategy
-from tests.models import ADAM_EPS, features
+from lightning_3d.ranks import standstill
+from tests.models import ADAM_EPS, TinyGPT, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
 
@@ -188,6 +189,69 @@ class Alone(L.Callback):
 
 def _alone(layout: Layout | None, does: str = "samples") -> Seen:
     return _run(layout, None, Alone(does))
+
+
+class Sampling(TinyGPT):
+    """Rank 0 alone prints a sample, calls the model, or has a histogram of its weights, in a step or in a hook."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(vocabulary=64, num_layers=1)
+        self.place = place
+
+    def _look(self, place: str, *args: Tensor) -> None:
+        if place == self.place and self.trainer.is_global_zero:
+            self.sampled(*args)
+
+    def sampled(self, logits: Tensor | None = None) -> list[int]:
+        if logits is not None:
+            return logits[0].argmax(-1).tolist()  # type: ignore[no-any-return]
+        return [int(p.detach().cpu().histc(4)[0]) for p in self.parameters()]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        if batch_idx == 1:  # not seen by who plans
+            self._look("training", logits)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        logits = self(batch[0])
+        self._look("validation", logits)
+        self.log("val_loss", F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()), sync_dist=True)
+        if self.place == "last call" and batch_idx == 1 and self.trainer.is_global_zero:
+            self(batch[0])
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._look("hook")
+
+
+def _sample(layout: Layout, place: str) -> float:
+    for name in ("_PATIENCE", "_CERTAIN", "_LONGEST"):
+        setattr(standstill, name, 1.0)
+    trainer, _ = fitted(layout, partial(Sampling, place), batches=2, epochs=1, gradient_clip_val=0.5)
+    return float(trainer.callback_metrics["val_loss"])
+
+
+def test_one_rank_may_read_logits_in_an_evaluation(workers: WorkerPools) -> None:
+    (expected,) = workers(1).run(_sample, Layout(), "nowhere")
+    assert workers(2).run(_sample, TP, "validation") == pytest.approx([expected] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "place", "message"),
+    [
+        (TP, "training", r"In a step, at test_between_steps.py:\d+, rank 0 came to a read of the logits of"),
+        (ZERO, "hook", r"Between steps, at test_between_steps.py:\d+, rank 0 came to a use of"),
+        (ZERO, "last call", r"All ranks wait for each other: rank 0 waits in \w+ at models.py:\d+; rank 1"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_waits_with_all_others_for_each_other_ends(
+    workers: WorkerPools, layout: Layout, place: str, message: str
+) -> None:
+    with pytest.raises(WorkerError, match=message):
+        workers(2).run(_sample, layout, place, timeout=30, grace=5.0 if place == "last call" else 0.5)
 
 
 @pytest.mark.parametrize(

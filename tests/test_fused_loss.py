@@ -28,8 +28,8 @@ from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits, made
 from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from tests.law.models.heads import Shifted
-from tests.models import TinyGPT, loader, tokens
-from tests.parity import QUIET, Layout, assert_same_state, devices, fitted, whole_state
+from tests.models import TinyGPT, TinyMLP, features, loader, tokens
+from tests.parity import QUIET, Job, Layout, assert_parity, assert_same_state, devices, fitted, run_layout, whole_state
 from tests.workers import WorkerPools
 
 CLASSES, WIDTH = 10, 5
@@ -359,6 +359,23 @@ def _lines(model: Any, layout: Layout) -> tuple[str, ...]:
 @pytest.mark.parametrize(("model", "layout", "line"), LINES)
 def test_plans_tell_what_becomes_of_heads(workers: WorkerPools, model: Any, layout: Layout, line: str) -> None:
     assert workers(2).run(_lines, model, layout)[0] == (line,)
+
+
+class Projecting(TinyMLP):
+    """A layer as wide as a head before a block, whose hooks, FSDP2's, read it by an autograd function of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16)
+        self.first = nn.Linear(8, 8)
+        self.layers[0], self.layers[1] = nn.Linear(8, 32), nn.Sequential(nn.Linear(32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x).tanh())
+
+
+def test_layers_as_wide_as_heads_go_into_blocks_at_stage_3(workers: WorkerPools) -> None:
+    job = Job(model=Projecting, data=features)
+    assert_parity(job, run_layout(workers, job, Layout(pp=2, dp=2, zero=3)))
 
 
 class Validated(TinyGPT):

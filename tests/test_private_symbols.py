@@ -20,7 +20,7 @@ _OBJECTS = (L.LightningModule(), torchmetrics.MeanMetric(), torch.zeros(()), tor
 _STRINGS = {name for thing in _OBJECTS for name in dir(thing) if name.startswith("_") and not name.endswith("__")}
 """Names that would reach a private attribute through a dict or ``getattr``."""
 
-_PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_getframe", "_exit"}
+_PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_getframe", "_current_frames", "_exit"}
 """Documented by Python: of named tuples, of ``sys`` and of ``os``."""
 
 _OF_STRATEGIES = {"_configure_launcher", "_launcher", "_precision_plugin", "_wrap_closure", "_after_closure"}

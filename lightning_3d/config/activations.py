@@ -53,7 +53,8 @@ class ActivationsConfig:
 
     fused_loss: Literal["auto", "never"] = "auto"
     """``"auto"``: where a linear layer's output goes to a cross entropy and nowhere else, both run together on chunks
-    of rows, so that logits never exist in full. ``"never"``: logits are made."""
+    of rows, so that logits never exist in full; without gradients, only where its weights aren't sharded over ranks.
+    ``"never"``: logits are made."""
 
     @property
     def plans_memory(self) -> bool:

@@ -27,6 +27,7 @@ from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import SUMMON
@@ -149,6 +150,7 @@ class AbsentTensor(Tensor):
         origin = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AbsentTensor)), None)
         if origin is None:
             return func(*args, **kwargs)  # with values that came
+        args, kwargs = tree_map_only(DTensor, _without_values, (args, kwargs))  # a part goes with no plain tensor
         try:
             with DisableTorchFunctionSubclass(), StandInDraws(_lack(origin).model.device):
                 result = func(*args, **kwargs)
@@ -248,13 +250,18 @@ def _lack(tensor: AbsentTensor) -> _Lack:
 def _needs_values(name: str, absent: AbsentTensor) -> StepError:
     return StepError(
         f"{name} needs the values of {_lack(absent).fqn}, or of what was computed from it, but it"
-        f" {_lack(absent).place}, and this rank has its shape alone. Do it on every rank {SUMMON}."
+        f" {_lack(absent).place}, and this rank has its shape alone. Do it on every rank {SUMMON}. Or change one"
+        " parameter by another itself, as target.data.lerp_(source.data, 0.1): stages send each other such values."
     )
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function changes its first argument in place."""
     return is_in_place(name) and kwargs.get("out") is None
+
+
+def _without_values(part: DTensor) -> Tensor:
+    return torch.empty(part.shape, dtype=part.dtype, device="meta")
 
 
 def _is_here(tensor: Tensor) -> bool:

@@ -103,6 +103,8 @@ class BlockRunner:
         """Takes the place of the author's forward where that makes logits for a loss."""
         self.deferred: Deferred | None = None
         """Answers calls before their hooks gather weights."""
+        self.read: Call | None = None
+        """Makes the values of arguments that are lazy; for calls through code that no function mode sees."""
         self._is_late = False  # a call that was deferred is made
         self._is_recomputed = False  # a call that its author compiled runs, and is computed again as a whole
         self.own_forward: Call = block.forward
@@ -210,6 +212,8 @@ class BlockRunner:
         call = call_of(self.block)
         if CALL in self._hidden:
             call = self._recomputing(self._hidden[CALL])
+        if self.is_compiled_by_author and self.read is not None:
+            args, kwargs = self.read((args, kwargs))
         call = call if self.deferred is None else self._deferring(call, self.deferred)
         try:
             return call(*args, **kwargs)

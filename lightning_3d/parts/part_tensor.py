@@ -10,7 +10,7 @@ and random numbers are the same on every shard. A `PartTensor` is one that user 
     everything else       a.norm(), F.linear(x, a), a[0]    gathered, and computed on the full value by all ranks, who
                                                             meet first; what is changed in it goes back to the parts
 
-Steps compute with the parts that tensor parallel makes; those of ZeRO stage 3 they gather wherever they are read.
+Blocks compute with the parts that tensor parallel makes; those of ZeRO stage 3 any step gathers where it reads them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from lightning_3d.torch_internals.dispatch import (
     is_in_place,
     used_together,
 )
+from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
@@ -75,7 +76,9 @@ class _Part:
     def full(self, tensor: DTensor) -> Tensor:
         """The full value in its original order; every rank that has a part calls it."""
         if not all(placement.is_replicate() for placement in tensor.placements):
-            self.rendezvous.meet(tensor.device_mesh.mesh.flatten().tolist(), f"a use of {self.fqn}")
+            mesh = tensor.device_mesh
+            in_steps = mesh.mesh_dim_names == ("tp",)  # whose ranks have the same samples
+            self.rendezvous.meet(mesh.mesh.flatten().tolist(), f"a use of {self.fqn}", in_steps=in_steps)
         is_followed = torch.is_grad_enabled() and tensor.requires_grad and tensor.device_mesh.ndim == 1
         full = tensor.full_tensor() if is_followed else full_value(tensor)
         return (full if self.parts is None else self.parts.ungrouped(full)).to(tensor.device)
@@ -104,22 +107,21 @@ class PartTensor(DTensor):
         leaves, spec = tree_flatten((args, kwargs))
         reads = any(map(is_read, leaves))
         if reads and not _writes(func, args, kwargs):
-            args, kwargs = tree_unflatten(list(map(for_steps, leaves)), spec)
+            args, kwargs = tree_unflatten(list(map(_for_steps, leaves)), spec)
             return func(*args, **kwargs)
         first = next(leaf for leaf in leaves if isinstance(leaf, PartTensor))
         part, name = _part_of(first), _name(func)
         with DisableTorchFunctionSubclass():
             if func in _DIFFERENTIATE:
                 return _differentiated(func, args, kwargs)
-            if part.rendezvous.is_agreed and not reads:
-                return func(*args, **kwargs)
             if func == SET_DATA and isinstance(args[0], PartTensor):
                 return _set_data(*args)
             if not _stays(name, args, kwargs):
                 return _on_full_values(func, args, kwargs)
+            if name.startswith("_foreach_"):  # in place; DTensor has no rules for some
+                local_args, local_kwargs = tree_map_only(DTensor, part_of, (args, kwargs))
+                return func(*local_args, **local_kwargs)
             with implicit_replication():  # of tensors that lie whole on each rank
-                if name.startswith("_foreach_"):
-                    return func(*args, **kwargs)
                 leaves = [part.grouped(leaf, first.shape) if _is_plain(leaf) else leaf for leaf in leaves]
                 args, kwargs = tree_unflatten(leaves, spec)
                 return tree_map_only(DTensor, lambda result: _as_part(result, first), func(*args, **kwargs))
@@ -163,6 +165,12 @@ def _become_part(tensor: Tensor, part: _Part) -> Tensor:
 def _part_of(tensor: Tensor) -> _Part:
     part: _Part = vars(tensor)[_PART]
     return part
+
+
+def _for_steps(leaf: Any) -> Any:
+    """The full value in place of a part of it, as steps compute with it; a part yet, if tensor parallel shards it."""
+    value = for_steps(leaf)
+    return _become_part(value, _part_of(leaf)) if value is not leaf and isinstance(value, DTensor) else value
 
 
 def _as_part(result: DTensor, tensor: PartTensor) -> Tensor:
@@ -217,10 +225,11 @@ def _set_data(tensor: DTensor, values: Tensor) -> None:
             f" each rank has a part of its {tuple(tensor.shape)} in {tensor.dtype}. Give it one of that shape and"
             " dtype."
         )
-    if isinstance(values, DTensor):
+    if isinstance(values, PartTensor) and _alignment(values) == _alignment(tensor):
         tensor.copy_(values)
-    else:
-        fill(tensor.detach(), values, order_of(tensor))
+        return
+    full = _part_of(values).full(values) if isinstance(values, PartTensor) else full_value(values)
+    fill(tensor.detach(), full, order_of(tensor))
 
 
 def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -266,8 +275,8 @@ def _are_aligned(leaves: Sequence[Any], name: str) -> bool:
     return True
 
 
-def _alignment(tensor: PartTensor) -> object:
-    return tensor.shape, tensor.placements, order_of(tensor)
+def _alignment(tensor: DTensor) -> object:
+    return tensor.shape, tensor.device_mesh, tensor.placements, order_of(tensor)
 
 
 # ---- computed on full values

@@ -39,6 +39,10 @@ class Board:
         there: bytes = self._store.compare_set(name, "", text)
         return there.decode()
 
+    def add(self, name: str, number: int) -> int:
+        """Add to a number that all ranks share, 0 at first; returns what it is then."""
+        return self._store.add(name, number)
+
     def get(self, name: str) -> str | None:
         """The text, if there is one."""
         return self._store.get(name).decode() if self._store.check([name]) else None

@@ -35,6 +35,9 @@ class Failure:
     error: str
     """Type, message and source line of the exception; or how the rank ended without one."""
 
+    is_standstill: bool = False
+    """Whether no rank has ended, so that no main thread learns of it by itself."""
+
     def __str__(self) -> str:
         return f"{self.place}: {self.error}"
 

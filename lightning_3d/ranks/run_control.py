@@ -23,6 +23,7 @@ from lightning_3d.ranks.ending import settle
 from lightning_3d.ranks.epochs import Epochs
 from lightning_3d.ranks.failure import Failure, ended_by, is_lost_connection
 from lightning_3d.ranks.process_exit import abort_at_end, stay_until
+from lightning_3d.ranks.standstill import Standstill
 from lightning_3d.ranks.stops import Stops
 from lightning_3d.ranks.watchdog import Post, Watchdog
 from lightning_3d.torch_internals import lightning_helpers
@@ -48,7 +49,14 @@ class RunControl:
         )
         self._stops = Stops(self._post, may_wait=lambda: self._watchdog.failure is None)
         self._epochs = Epochs(self._post, timeout=timeout)
-        looks = [self._look_at_children, self._stops.look, self._stop_evaluation, self._epochs.look]
+        self.standstill = Standstill(self._post)
+        looks = [
+            self._look_at_children,
+            self._stops.look,
+            self._stop_evaluation,
+            self._epochs.look,
+            self.standstill.look,
+        ]
         self._watchdog = Watchdog(self._post, timeout=timeout, looks=looks, before_exit=self._kill_children)
         self._open = ExitStack()
         self.has_failed = False

@@ -4,6 +4,7 @@ A rank that waits in a collective learns nothing of a rank that failed until the
 only that a connection is lost. If that process is stopped, it learns nothing before the timeout of collectives.
 
     a rank raises             it leaves its failure on the board (see ending.py), and each thread reads it
+    all wait for each other   rank 0 leaves that as the failure (see standstill.py)
     a process is stopped      rank 0 misses its beats, or another rank those of rank 0, and leaves that as the failure
     a process is quiet        it may hold Python's lock, as `json.load` does: ranks of its machine that see it run beat
                               for it
@@ -31,6 +32,7 @@ PERIOD = 0.5
 """Seconds between beats."""
 
 _UNTIL_ENDED = 30.0  # seconds that a main thread has to end after a failure
+_UNTIL_SEEN = 2.0  # seconds in which other ranks have read of it, where all main threads wait for ever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +137,8 @@ class Watchdog:
                 self._end()
             if self.failure is not None and not self.is_ending:
                 self._failed_at = self._failed_at or self._age
-                if self._age > self._failed_at + min(_UNTIL_ENDED, self._timeout):
+                until_ended = _UNTIL_SEEN if self.failure.is_standstill else min(_UNTIL_ENDED, self._timeout)
+                if self._age > self._failed_at + until_ended:
                     self._end()
 
     def _look(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from threading import local
 from typing import Any
@@ -33,19 +33,29 @@ _BASE = _MODULE._SingleLevelFunction
 _IS_IN_C = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 
 
-def custom_functions_seen(answer: Answer) -> AbstractContextManager[None]:
-    """Show the autograd functions applied inside to ``answer``; to the innermost one where two are active."""
-    if _IS_IN_C:
-        return _seen_in_c(answer)
+@contextmanager
+def custom_functions_seen(answer: Answer) -> Iterator[None]:
+    """Show the autograd functions applied inside to ``answer``; what it applies itself, to the one outside of it."""
+    outer = _seen[-1]
 
     def apply(cls: FunctionClass, *args: Any, **kwargs: Any) -> Any:
-        return answer(cls, partial(_apply, cls), args, kwargs)
+        return answer(cls, partial(outer, cls), args, kwargs)
 
-    return attributes_replaced(_BASE, {"apply": classmethod(apply)})
+    _seen.append(apply)
+    replaced = _seen_in_c(apply) if _IS_IN_C else attributes_replaced(_BASE, {"apply": classmethod(apply)})
+    try:
+        with replaced:
+            yield
+    finally:
+        _seen.pop()
 
 
 def _apply(cls: FunctionClass, *args: Any, **kwargs: Any) -> Any:
     return super(_BASE, cls).apply(*args, **kwargs)
+
+
+_seen: list[Callable[..., Any]] = [_apply]
+"""Run where a function is applied, the innermost last."""
 
 
 class _Now(local):
@@ -57,7 +67,7 @@ class _Now(local):
 
 
 @contextmanager
-def _seen_in_c(answer: Answer) -> Iterator[None]:
+def _seen_in_c(apply: Callable[..., Any]) -> Iterator[None]:
     now, bind, call = _Now(), _MODULE._bind_default_args, _MODULE._call_custom_function_call
 
     def attribute(cls: FunctionClass, name: str) -> Any:
@@ -71,7 +81,7 @@ def _seen_in_c(answer: Answer) -> Iterator[None]:
         if now.cls is None:
             return bind(function, args, kwargs)
         cls, now.cls = now.cls, None
-        now.answers = (answer(cls, partial(_apply, cls), args, kwargs or {}),)
+        now.answers = (apply(cls, *args, **(kwargs or {})),)
         _grad_increment_nesting()
         return args, kwargs
 

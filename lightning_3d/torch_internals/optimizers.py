@@ -1,14 +1,17 @@
-"""The hooks around an optimizer's step."""
+"""The hooks around an optimizer's step, and the groups in which torch averages weights."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, swa_utils
 from torch.utils.hooks import RemovableHandle
+
+from lightning_3d.torch_internals.modules import attributes_replaced
 
 
 def has_step_hooks(optimizer: object) -> bool:
@@ -31,3 +34,16 @@ def step_without_hooks(optimizer: Optimizer, *args: object) -> None:
         args: Of its ``step``.
     """
     attrgetter("step.__wrapped__")(type(optimizer))(optimizer, *args)
+
+
+def averages_grouped() -> AbstractContextManager[None]:
+    """Let ``AveragedModel`` group tensors by the devices that they tell: C++ sees where memory is, or none."""
+    return attributes_replaced(swa_utils, {"_group_tensors_by_device_and_dtype": _by_device_and_dtype})
+
+
+def _by_device_and_dtype(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> dict[Any, Any]:
+    """(device, dtype) -> the tensors of each list that go with those of the first that have them, and their places."""
+    groups: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(lists[0]):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(i)
+    return {key: ([[values[i] for i in places] for values in lists], places) for key, places in groups.items()}

@@ -58,6 +58,7 @@ from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.inline_fallback import InlineFallback
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
@@ -67,7 +68,7 @@ from lightning_3d.trainer.step_runner import TRAINING, PipelineRunner, StepRunne
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks, warn_of_whole_sequences
 from lightning_3d.waits import CountedWait, Wait
 from lightning_3d.zero.engine import Zero
-from lightning_3d.zero.fully_sharded import FullySharded, is_shardable
+from lightning_3d.zero.fully_sharded import FullySharded, is_shardable, lay_out_contiguously
 from lightning_3d.zero.gradients import Gradients
 from lightning_3d.zero.optimizer_kind import num_states
 from lightning_3d.zero.plain_parameters import PlainParameters
@@ -153,6 +154,8 @@ def make_parallel(
     keep_little = partial(_keep_little, own, planned.config, mesh, device, offload, unsplit)
     keep_little(plan)
     _let_meet(own.values(), mesh, rendezvous)
+    for block in own.values():
+        running(block).read = partial(tree_map, made)
     heads = making.heads(plan)
     seed = on_one_rank(torch.initial_seed)
     randomness = StepRandomness(seed=seed, num_replicas=mesh.shape.dp, dp_rank=mesh.dp_rank, device=device)
@@ -203,6 +206,8 @@ class _Making:
 
     def place(self) -> None:
         """Give this rank the weights of its stages."""
+        if self._is_fully_sharded:
+            lay_out_contiguously(self._module)
         is_by_block = self._is_fully_sharded or self._mesh.shape.tp > 1  # that come to the device one after the other
         first = torch.device("cpu") if is_by_block else self._device
         holds = partial(self._planned.plan.holds, self._mesh.pp_rank)
@@ -263,7 +268,9 @@ class _Making:
             )
             for block in (plan.blocks if self._config.activations.fused_loss == "auto" else ())
         }
-        return FusedHeads(planned, MeshAxis(self._mesh.axis("tp")) if self._mesh.shape.tp > 1 else None)
+        tp = self._mesh.sliced("tp").mesh.flatten().tolist()
+        meet = partial(self._rendezvous.meet, tp, in_steps=True)
+        return FusedHeads(planned, MeshAxis(self._mesh.axis("tp")) if len(tp) > 1 else None, meet)
 
     def runner(
         self,
@@ -359,12 +366,12 @@ class _Making:
 
 
 def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -> None:
-    """Let the ranks that share weights of a block meet before calls of it between steps."""
+    """Let the ranks that share weights of a block meet before its calls, in steps too if they have the same samples."""
     for block in blocks:
         axes = ("dp_shard", "tp") if isinstance(block, FSDPModule) else ("tp",)
         ranks = mesh.sliced(*axes).mesh.flatten().tolist()
         if len(ranks) > 1 and holds_parts(block):
-            running(block).meet = partial(rendezvous.meet, ranks)
+            running(block).meet = partial(rendezvous.meet, ranks, in_steps=not isinstance(block, FSDPModule))
 
 
 def _keep_little(

@@ -147,6 +147,8 @@ class RanksStrategy(ParallelStrategy):
             seconds = self._heartbeat_timeout.total_seconds()
             self._control = RunControl(self._module.trainer, shape, self._launcher, timeout=seconds)
             self._control.open()
+            standstill = self._control.standstill
+            self._met.is_standstill = lambda: standstill.is_certain
             check_same_settings(self._module.trainer, self.config)
         warn_of_slow_groups(shape, self.num_processes)
         self._make_mesh()
@@ -210,6 +212,7 @@ class RanksStrategy(ParallelStrategy):
             ending.callback(self.precision_plugin.teardown)
             ending.callback(self.cluster_environment.teardown)
             if control is not None:
+                self._met.is_standstill = lambda: False
                 ending.callback(control.close)
             ending.callback(self._session.close)
 

@@ -22,6 +22,7 @@ from lightning_3d.parts.finetuning import finetuning_joined
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.lightning_helpers import logging_as_alone
 from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.optimizers import averages_grouped
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
 from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.trainer.user_clipping import clipping_joined
@@ -65,6 +66,7 @@ def open_for_steps(
         (True, parallel.router.installed),
         (is_in_parts, lambda: clipping_joined(module, parallel.zero, norm)),
         (is_in_parts, lambda: finetuning_joined(pipeline)),
+        (is_in_parts, averages_grouped),
     )
 
 

@@ -40,6 +40,13 @@ def is_shardable(parameter: nn.Parameter) -> bool:
     return parameter.dim() > 0 and parameter.numel() > 0
 
 
+def lay_out_contiguously(module: nn.Module) -> None:
+    """Let parameters have contiguous memory, as FSDP2 asks: those of ``channels_last``, or of a transposed matrix."""
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 class FullySharded(Zero):
     """Stage 3 with several replicas, or with offloaded parameters.
 
@@ -246,6 +253,7 @@ class FullySharded(Zero):
         if self._reducer is not None:
             self._reducer.begin_backward()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP2's own hooks in what a user compiled
     def _watch_backward(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given = {id(_history_of(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(output):

@@ -42,6 +42,7 @@ class WrittenBack:
                 whole = RankShard(parameter=present, size=self._size, rank=self._rank)
                 plain(sharded.detach()).copy_(whole.own(present))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP2's own hooks in what a user compiled
     def take_after(self, unit: nn.Module, args: object, output: object) -> None:
         """A hook after the forward of the unit, before FSDP2's."""
         self.take()

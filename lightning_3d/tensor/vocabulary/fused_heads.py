@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,10 +71,13 @@ class FusedHead:
         head: A block.
         plan: Of the whole model, as all ranks have it.
         tp: The tp axis; None if it has one rank.
+        meet: Called where logits are made that this axis has among it, with what for.
     """
 
-    def __init__(self, fqn: str, head: nn.Linear, plan: HeadPlan, tp: MeshAxis | None) -> None:
-        self.fqn, self._head, self._plan = fqn, head, plan
+    def __init__(
+        self, fqn: str, head: nn.Linear, plan: HeadPlan, tp: MeshAxis | None, meet: Callable[[str], None]
+    ) -> None:
+        self.fqn, self._head, self._plan, self._meet = fqn, head, plan, meet
         self._tp = tp if plan.is_sharded else None
         self.record = HeadRecord()
         self._is_absent = False
@@ -149,9 +152,14 @@ class FusedHead:
         num_classes = self._head.weight.shape[0]
         classes = None if self._tp is None else ShardedClasses(num_classes, self._tp.mesh)
         parts = [tensor for tensor in (self._head.weight, self._head.bias) if isinstance(tensor, DTensor)]
-        on_read = partial(self.record.note_read, torch.is_grad_enabled())
+        on_read = partial(self._note_read, torch.is_grad_enabled())
         call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through, aliases=parts)
         return self.record.lazily(call)
+
+    def _note_read(self, has_grad: bool, reader: str) -> None:
+        self.record.note_read(has_grad, reader)
+        if self._tp is not None:
+            self._meet(f"a read of the logits of {self.fqn} by {reader}")
 
     def _never(self, runner: BlockRunner) -> str | None:
         """Why none of its calls can be answered."""
@@ -205,10 +213,17 @@ class FusedHeads:
     Args:
         blocks: FQN -> block, and what is planned of it.
         tp: The tp axis; None if it has one rank.
+        meet: Called where logits are made that this axis has among it, with what for.
     """
 
-    def __init__(self, blocks: Mapping[str, tuple[nn.Module, HeadPlan]], tp: MeshAxis | None) -> None:
-        self._heads = [FusedHead(fqn, block, plan, tp) for fqn, (block, plan) in blocks.items() if is_head(block)]
+    def __init__(
+        self,
+        blocks: Mapping[str, tuple[nn.Module, HeadPlan]],
+        tp: MeshAxis | None,
+        meet: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        heads = ((fqn, head, plan) for fqn, (head, plan) in blocks.items() if is_head(head))
+        self._heads = [FusedHead(fqn, head, plan, tp, meet) for fqn, head, plan in heads]
 
     @contextmanager
     def on(self) -> Iterator[None]:

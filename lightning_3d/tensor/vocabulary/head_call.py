@@ -23,7 +23,7 @@ Through = Callable[[Tensor, Compute], Tensor]
 OnRead = Callable[[str], None]
 """Called with the name of the function when logits are made in full."""
 
-AT_END = "the end of the step"
+AT_END, AT_CALL = "the end of the step", "the end of a call without gradients"
 """In place of a function's name."""
 
 
@@ -75,6 +75,11 @@ class HeadCall:
         """Whether a loss was computed without the logits."""
         self.at_end: list[Callable[[], object]] = []
         """Make the lazy tensors that come of it, if somebody still refers to them."""
+
+    @property
+    def takes_others(self) -> bool:
+        """Whether logits are made of what several ranks have."""
+        return self.classes is not None or self._through is not None
 
     def run(self, rows: Tensor, compute: Compute) -> Tensor:
         """Compute something of rows with the weights."""

@@ -13,6 +13,9 @@ run on shards, the logits of this rank's classes. What becomes of it:
 Other outputs of sharded blocks, such as attention weights, are lazy if the traced step does not read them, so that a
 later step which does still sees their values; all that can be done with them is to read them.
 
+Values that take other ranks are made at once where there are no gradients, as in evaluations: there it is common that
+one rank alone reads them, as to print a sample, and the others could not know.
+
 Whoever reads a lazy tensor has what the block would have given: in the autocast state of its call, with its graph,
 gathered over the tp axis. All views of logits are then views of the same memory. Code that no function mode sees, such
 as a custom autograd function, finds a tensor with a graph of its own, and operators compute with its data.
@@ -37,7 +40,7 @@ from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
-from lightning_3d.tensor.vocabulary.head_call import AT_END, HeadCall
+from lightning_3d.tensor.vocabulary.head_call import AT_CALL, AT_END, HeadCall
 from lightning_3d.tensor.vocabulary.logits_view import Cast, View
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, as_cross_entropy
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
@@ -179,7 +182,9 @@ class LazyTensor(Tensor):
 
 
 def lazy_logits(call: HeadCall) -> Tensor:
-    """The output of a head as a tensor whose values come when they are read."""
+    """The output of a head as a tensor whose values come when they are read; see [Note: lazy tensors]."""
+    if call.takes_others and not torch.is_grad_enabled():
+        return call.logits(AT_CALL)
     return _of_logits(Values((call.rows, call.weight, call.bias), call.logits, call.own, call.cut), View.of(call))
 
 
@@ -190,6 +195,8 @@ def lazily_gathered(activation: ShardedTensor) -> Tensor:
     def gather(reader: str) -> Tensor:
         return collectives.gather(local, axis, placement)
 
+    if not torch.is_grad_enabled():
+        return gather(AT_CALL)
     values = Values((local,), gather, torch.clone, lambda gradient: placement.own(gradient, axis.size, axis.rank))
     return _lazily(values, activation.shape, activation.dtype, None)
 

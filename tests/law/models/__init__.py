@@ -22,13 +22,11 @@ from tests.law.models import (
     tensor,
     transformer_losses,
     transformers,
+    weights,
 )
 from tests.law.models.row import Model
 
 _ROOMS = (by_hand, transformers, losses, programs, blocks, stages, transformer_losses, glue)
+_LATER = (inline, heads, diffusion, tensor, replicas, weights, keeping)
 
-MODELS: dict[str, Model] = {
-    name: row
-    for room in (*_ROOMS, inline, heads, diffusion, tensor, replicas, keeping)
-    for name, row in room.MODELS.items()
-}
+MODELS: dict[str, Model] = {name: row for room in (*_ROOMS, *_LATER) for name, row in room.MODELS.items()}
