@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +21,31 @@ class TensorMeta:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    strides: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    """None of one whose elements lie in their order."""
 
     @staticmethod
     def of(tensor: Tensor) -> TensorMeta:
         """Describe a real, fake or meta tensor."""
         return TensorMeta(
-            shape=tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+            strides=tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None,
         )
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor with its dimensions in memory as this one has them, if no elements are between its own.
+
+        So operators answer with the strides that they have in the trace.
+        """
+        strides = self.strides
+        if strides is None:
+            return tensor
+        order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        found = tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.dim())])
+        return found if found.stride() == strides else tensor
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +73,14 @@ class Ghost(Tensor):
 
     @staticmethod
     def __new__(cls, meta: TensorMeta) -> Ghost:
-        return make_wrapper(cls, meta.shape, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad)
+        return make_wrapper(
+            cls,
+            meta.shape,
+            strides=meta.strides,
+            dtype=meta.dtype,
+            device=meta.device,
+            requires_grad=meta.requires_grad,
+        )
 
     def __init__(self, meta: TensorMeta) -> None:
         """``__new__`` took the argument."""
