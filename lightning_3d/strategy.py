@@ -185,6 +185,11 @@ class ThreeDStrategy(Configured, StepsStrategy):
             yield
 
     @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self.give_optimizers(model)
+
+    @override
     def setup_environment(self) -> None:
         self._restores_late = self._resuming = self._resumes = None
         trainer, parallel = self._module.trainer, self._parallel
@@ -268,6 +273,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         trained, self._trained = self._trained, None
         with ExitStack() as ending:  # last first, each also where others raise
             ending.callback(self._checkpoints.teardown)
+            ending.callback(self.take_optimizers, self._module)
             ending.callback(super().teardown)
             if trained is not None:
                 ending.callback(trained.close)

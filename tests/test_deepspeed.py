@@ -15,10 +15,11 @@ from lightning_3d import ConfigError, ThreeDStrategy
 from lightning_3d.config.deepspeed import read_deepspeed
 from tests.models import TinyMLP, features, loader
 from tests.parity import QUIET
-from tests.workers import WorkerPools
+from tests.workers import WorkerError, WorkerPools
 
 # The keys of https://www.deepspeed.ai/docs/config-json and of the classes in deepspeed/runtime that read it (v0.19).
 _TOP = """
+compress_communication
 train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation optimizer
 scheduler communication_data_type gradient_allreduce_op prescale_gradients gradient_predivide_factor sparse_gradients
 amp gradient_clipping aio expert_parallel steps_per_print wall_clock_breakdown dump_state autotuning flops_profiler
@@ -49,7 +50,7 @@ _SECTIONS = {
     "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
     "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory pipeline_read pipeline_write"
     " fast_init ratio super_offload cpuadam_cores_perc",
-    "tensor_parallel": "autotp_size tp_overlap_comm preset_model partition_config dtype tp tensor_parallel",
+    "tensor_parallel": "autotp_size tp_size tp_overlap_comm preset_model partition_config dtype tp tensor_parallel",
     "activation_checkpointing": "partition_activations cpu_checkpointing contiguous_memory_optimization"
     " number_checkpoints synchronize_checkpoint_boundary profile",
     "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write",
@@ -61,7 +62,15 @@ _PUBLISHED = {*_TOP.split(), *(f"{section}.{key}" for section, keys in _SECTIONS
 _VALUES: dict[str, Any] = {  # of keys that are plausible with another value than True
     **dict.fromkeys(("zero_optimization.offload_param.device", "zero_optimization.offload_optimizer.device"), "cpu"),
     **dict.fromkeys(("communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype"), "fp32"),
-    **dict.fromkeys(("tensor_parallel.autotp_size", "pipeline.stages", "zero_optimization.mics_shard_size"), 2),
+    **dict.fromkeys(
+        (
+            "tensor_parallel.autotp_size",
+            "tensor_parallel.tp_size",
+            "pipeline.stages",
+            "zero_optimization.mics_shard_size",
+        ),
+        2,
+    ),
     **{"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}, "sequence_parallel_size": 2},
     **{"gradient_allreduce_op": "sum", "managed_gradient_accumulation": False, "pipeline.partition": "parameters"},
 }
@@ -79,6 +88,11 @@ _MEANING: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {},
     ),
     ({"zero_optimization": {"cpu_offload": True}}, {"zero": {"offload_optimizer": "cpu", "stage": 0}}, {}),
+    (
+        {"communication_data_type": "fp16", "compress_communication": True},
+        {"zero": {"communication_dtype": "float16", "stage": 0}},
+        {},
+    ),
     ({"communication_data_type": "bf16"}, {"zero": {"communication_dtype": "bfloat16", "stage": 0}}, {}),
     (
         {"fp16": {"enabled": True, "loss_scale": 0}},
@@ -106,6 +120,7 @@ _MEANING: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         {},
     ),
     ({"tensor_parallel": {"autotp_size": 4}}, {**_ZERO_0, "tensor_parallel_size": 4}, {}),
+    ({"tensor_parallel": {"tp_size": 4}}, {**_ZERO_0, "tensor_parallel_size": 4}, {}),
     (
         {"activation_checkpointing": {"partition_activations": True}, "tensor_parallel": {"autotp_size": 2}},
         {**_ZERO_0, "tensor_parallel_size": 2, "activations": {"recompute": "full", "partition": True}},
@@ -124,8 +139,13 @@ _MEANING: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]  # a config, the arguments of the strategy, and of the Trainer
 
 _REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, r"AdamW\(lr=0.1\).*leave_out=\['optimizer'\]"),
-    ({"scheduler": {"type": "WarmupLR"}}, "configure_optimizers"),
+    ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}, r"OneBitAdam\(lr=0.1\).*leave_out=\['optimizer'\]"),
+    ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "params.max_grad_norm=1, not known"),
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "params.bias_correction=False, not known"),
+    ({"scheduler": {"type": "OneCycle"}}, "configure_optimizers"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, "without total_num_steps"),
+    ({"compress_communication": True}, "no communication_data_type"),
+    ({"tensor_parallel": {"autotp_size": 2, "tp_size": 4}}, "another key says tensor_parallel_size=2"),
     ({"zero_optimization": {"zero_quantized_gradients": True}}, "would be rounded"),
     ({"gradient_allreduce_op": "sum"}, "averaged"),
     ({"compression_training": {"weight_quantization": {}}}, "would change the training"),
@@ -247,3 +267,59 @@ def test_a_trainer_has_to_agree_with_the_file(
     workers: WorkerPools, tmp_path: Path, num_steps: int, arguments: dict[str, Any], outcome: str
 ) -> None:
     assert outcome in workers(1).run(partial(_fit, tmp_path / "ds_config.json", num_steps, **arguments))[0]
+
+
+class _Bare(TinyMLP):
+    """Leaves the optimizer to the config."""
+
+    configure_optimizers = L.LightningModule.configure_optimizers
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        (optimizer,) = self.trainer.optimizers
+        self.rates = [*getattr(self, "rates", []), optimizer.param_groups[0]["lr"]]
+
+
+def _built(module: type[L.LightningModule], sections: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """The learning rates of six steps, and the optimizer with its settings."""
+    trained = module()
+    strategy = ThreeDStrategy.from_deepspeed(sections)
+    trainer = L.Trainer(devices=1, strategy=strategy, max_steps=6, **{**QUIET, "enable_checkpointing": False})
+    batches = loader(features(24), global_batch_size=4)
+    trainer.fit(trained, batches, batches)
+    (optimizer,) = trainer.optimizers
+    assert "configure_optimizers" not in vars(trained)
+    return getattr(trained, "rates", []), {"type": type(optimizer).__name__, **optimizer.defaults}
+
+
+_ADAM = {"type": "Adam", "params": {"lr": 0.5, "betas": [0.8, 0.9], "eps": "auto"}}
+_LINEAR = {"warmup_num_steps": 3, "warmup_type": "linear", "total_num_steps": 5}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "rates"),  # by hand, by the formulas of deepspeed/runtime/lr_schedules.py
+    [
+        (None, [0.5] * 6),
+        (("WarmupLR", {"warmup_num_steps": 4}), [0, 0, 0.25, 0.5 * 0.7924813, 0.5, 0.5]),
+        (("WarmupDecayLR", {**_LINEAR, "warmup_min_lr": 0.1, "warmup_max_lr": 0.4}), [0.1, 0.1, 0.2, 0.3, 0.4, 0.25]),
+        (("WarmupCosineLR", {**_LINEAR, "warmup_min_ratio": 0.4, "cos_min_ratio": 0.2}), [0, 0.2, 0.3, 0.4, 0.3, 0.1]),
+    ],
+)
+def test_optimizers_and_schedulers_are_those_that_deepspeed_builds(
+    workers: WorkerPools, scheduler: tuple[str, dict[str, Any]] | None, rates: list[float]
+) -> None:
+    sections = {"optimizer": _ADAM}
+    if scheduler is not None:
+        sections["scheduler"] = {"type": scheduler[0], "params": scheduler[1]}
+    ((found, optimizer),) = workers(1).run(_built, _Bare, sections)
+    assert found == pytest.approx(rates)
+    expected = {"type": "AdamW", "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.0}
+    assert optimizer.items() >= expected.items()
+
+
+def test_a_module_keeps_the_optimizer_of_its_own(workers: WorkerPools) -> None:
+    own = workers(1).run(_built, TinyMLP, {})
+    assert workers(1).run(_built, TinyMLP, {"optimizer": _ADAM}) == own
+    with pytest.raises(WorkerError, match=r"scheduler, but TinyMLP has a configure_optimizers .*leave_out"):
+        workers(1).run(_built, TinyMLP, {"optimizer": _ADAM, "scheduler": {"type": "WarmupLR"}})
+    with pytest.raises(WorkerError, match="a scheduler and no optimizer, and _Bare no configure_optimizers"):
+        workers(1).run(_built, _Bare, {"scheduler": {"type": "WarmupLR"}})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_3d import ConfigError, ThreeDStrategy
@@ -117,6 +119,73 @@ class Fetching(TinyMLP):
 def test_what_inline_mode_can_not_do_is_refused(workers: WorkerPools, model: Any, message: str) -> None:
     with pytest.raises(WorkerError, match=f"StepError: .*{message}"):
         workers(2).run(_reason, model, "inline", timeout=60)
+
+
+class Alone(L.LightningModule):
+    """Two players by manual optimization; rank 0 alone does something more in a step."""
+
+    def __init__(self, habit: Callable[[Alone, Tensor], object]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.player, self.judge = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+        self.habit = habit
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        played = self.player(batch[0])
+        loss = self.judge(played).square().mean()
+        if self.global_rank == 0:
+            self.habit(self, batch[0])
+        judged = self.judge(played.detach())
+        self.manual_backward(loss + judged.mean())
+        if self.global_rank == 0 and self.habit is _at_the_end:
+            self.judge(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _at_the_end(module: Alone, x: Tensor) -> None:
+    pass
+
+
+def _calls(module: Alone, x: Tensor) -> object:
+    return module.player(x)
+
+
+def _calls_the_next(module: Alone, x: Tensor) -> object:
+    return module.judge[0](x)
+
+
+def _reads(module: Alone, x: Tensor) -> object:
+    return module.judge[2].weight.norm()
+
+
+def _differentiates(module: Alone, x: Tensor) -> object:
+    return module.manual_backward(module.judge(x.clone().requires_grad_()).sum())
+
+
+ALONE = {
+    _calls: ("a call of player.0", "a call of judge.0"),
+    _calls_the_next: ("a call of judge.0", "a call of judge.0"),  # each rank's line, where they parted
+    _reads: ("a read of a weight of judge.2", "a call of judge.0"),
+    _differentiates: ("a call of judge.0", "a call of judge.0"),
+    _at_the_end: ("a call of judge.0", "the end of the step"),
+}
+
+
+@pytest.mark.parametrize("habit", ALONE)
+def test_what_one_rank_does_alone_in_a_step_ends_all_in_a_line(workers: WorkerPools, habit: Any) -> None:
+    with pytest.raises(WorkerError) as failed:
+        workers(2).run(_reason, partial(Alone, habit), "inline", timeout=60)
+    texts = failed.value.failures
+    assert texts.keys() == {0, 1}
+    here = rf" \(at \S+test_inline.py:\d+ in (training_step|{habit.__name__})\)"
+    first, second = ALONE[habit]
+    line = rf"StepError: .* rank 0 came to {first}({here})?, rank 1 came to {second}({here})?\. Each holds"
+    for text in texts.values():
+        found = re.search(line, text)
+        assert found is not None, text
+        assert found.group(1) != found.group(3)
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_microbatches", 4), ("schedule", "gpipe"), ("loss", "sum")])

@@ -2,7 +2,8 @@
 
     means the same here          an argument of `ThreeDStrategy`, or of Lightning's Trainer
     can't change any number      left out, with the reason: sizes of DeepSpeed's buffers, what it prints, ...
-    would change the training    refused: optimizers and schedulers that DeepSpeed builds, compression, curricula, ...
+    what DeepSpeed builds        built, where the module has no configure_optimizers: Adam, AdamW, SGD, warm-ups
+    would change the training    refused: other optimizers and schedulers, compression, curricula, ...
 
 ``"auto"``, as in files for transformers, is as if the key was not there.
 """
@@ -28,6 +29,7 @@ from lightning_3d.config.deepspeed_keys import (
     SETTINGS,
     dtype_name,
 )
+from lightning_3d.config.deepspeed_optimizers import checked
 from lightning_3d.errors import ConfigError
 
 _NOTHING = (False, 0, "none")
@@ -56,6 +58,9 @@ class FromDeepSpeed:
     dtypes: dict[str, str] = field(default_factory=dict)
     """Key -> the dtype that it asks for, which has to be that of the parameters."""
 
+    built: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    """``optimizer`` and ``scheduler`` -> their types and all of their parameters."""
+
     left_out: dict[str, str] = field(default_factory=dict)
     """Key -> why it has no effect."""
 
@@ -72,6 +77,8 @@ class FromDeepSpeed:
         yield f"Trainer({_arguments(self.trainer)})"
         if self.micro_batch_size is not None:
             yield f"DataLoader(batch_size={self.micro_batch_size * self.num_microbatches})"
+        for key, (kind, parameters) in self.built.items():
+            yield f"{key} {kind}({_arguments(parameters)}), where the module has no configure_optimizers"
         if not {"gradient_clip_val", "gradient_clipping"} & {*self.trainer, *self.left_out}:
             yield "gradient_clipping is not set: DeepSpeed 0.19.4 and newer clip at 1.0 then; here the Trainer decides"
         yield from (f"{key} is left out: {why}" for key, why in self.left_out.items())
@@ -186,11 +193,7 @@ def _take(read: FromDeepSpeed, key: str, value: Any) -> None:
     if key not in KEYS:
         raise ConfigError(f"{asked}, which is no key of DeepSpeed that is known")
     if key in BUILT:
-        kind, arguments = (value.get(name, {}) for name in ("type", "params"))
-        raise ConfigError(
-            f"the DeepSpeed config has the {key} {kind or 'of no type'}({_arguments(arguments)}), which DeepSpeed would"
-            f" build: return it from configure_optimizers, and say leave_out=[{key!r}]"
-        )
+        read.built[key] = checked(key, value)
     if key in DISABLED and (value.get("enabled", True) if isinstance(value, Mapping) else value):
         raise ConfigError(f"{asked}: {DISABLED[key]}. Leave it out")
     if key in REFUSED and value not in REFUSED[key][0]:
@@ -201,6 +204,10 @@ def _take(read: FromDeepSpeed, key: str, value: Any) -> None:
         read.dtypes[key] = dtype_name(value)
     if key in SETTINGS:
         setting, convert = SETTINGS[key]
+        if read.strategy.get(setting, convert(value)) != convert(value):
+            raise ConfigError(
+                f"{asked}, but another key says {setting}={read.strategy[setting]!r}: leave one of them out"
+            )
         _set(read, setting, convert(value))
 
 
@@ -256,6 +263,11 @@ def _precision(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
 
 
 def _batches(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
+    if keys.get("compress_communication") and "communication_data_type" not in keys:
+        raise ConfigError(
+            "the DeepSpeed config has compress_communication=True and no communication_data_type, which says in which"
+            " dtype gradients are sent: add it"
+        )
     read.batch_size, read.micro_batch_size = keys.get("train_batch_size"), keys.get("train_micro_batch_size_per_gpu")
     if "gradient_clipping" in keys:
         read.trainer["gradient_clip_val"] = float(keys["gradient_clipping"])

@@ -28,12 +28,14 @@ SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "zero_optimization.stage": ("zero.stage", int),
     "zero_optimization.mics_shard_size": ("zero.shard_size", lambda size: size if size > 1 else "auto"),
     "tensor_parallel.autotp_size": ("tensor_parallel_size", lambda size: max(1, int(size))),
+    "tensor_parallel.tp_size": ("tensor_parallel_size", lambda size: max(1, int(size))),
     "pipeline.stages": ("pipeline_parallel_size", int),
     "pipeline.partition": ("pipeline.partition", lambda method: {"best": "auto"}.get(method, method)),
 }
 """Key -> a setting of the strategy, and how its value is said there."""
 
 _TOGETHER = """
+compress_communication
 gradient_accumulation_steps gradient_clipping train_batch_size train_micro_batch_size_per_gpu
 fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window
 bf16.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bfloat16.enabled
@@ -160,7 +162,7 @@ _LEFT_OUT: tuple[tuple[str, str, str], ...] = (
         "pin_memory buffer_count pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc",
         "it is about how DeepSpeed does it; see zero.offload_optimizer, zero.offload_window",
     ),
-    ("tensor_parallel.", "tp tensor_parallel", "autotp_size is the size for training"),
+    ("tensor_parallel.", "tp tensor_parallel", "autotp_size or tp_size is the size for training"),
     (
         "tensor_parallel.",
         "dtype tp_overlap_comm injection_policy_tuple partition_config preset_model keep_module_on_host"

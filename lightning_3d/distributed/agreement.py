@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,36 +26,60 @@ class _Outcome:
     error: BaseException | None = None
 
 
-def on_one_rank(decide: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
+def on_one_rank(
+    decide: Callable[[], T],
+    *,
+    rank: int = 0,
+    group: dist.ProcessGroup | None = None,
+    size_of: Callable[[int], int] | None = None,
+) -> T:
     """Run ``decide`` on one rank of a group, by default rank 0 of the world, and give its result to every rank of it.
 
     Every rank of the group calls it. The result must be picklable.
 
+    Args:
+        size_of: Gives all ranks the size that this one passes, by a collective that may compare something, too.
+
     Raises:
         Exception: what ``decide`` raised, on every rank.
     """
-    outcome, decides = _Outcome(), dist.get_rank(group) == rank
+    outcome, decides, message = _Outcome(), dist.get_rank(group) == rank, bytearray()
     if decides:
         try:
             outcome = _Outcome(value=decide())
         except Exception as error:
             outcome = _Outcome(error=error)
-    sent = [outcome if outcome.error is None else _Outcome(error=portable(outcome.error))]
-    dist.broadcast_object_list(sent, group_src=rank, group=group)
-    outcome = outcome if decides else sent[0]
+        portable_outcome = outcome if outcome.error is None else _Outcome(error=portable(outcome.error))
+        message.extend(pickle.dumps(portable_outcome))
+    size = (size_of or partial(_size_of, rank, group))(len(message))
+    sent = torch.frombuffer(message if decides else bytearray(size), dtype=torch.uint8).to(object_device(group))
+    dist.broadcast(sent, group_src=rank, group=group)
+    outcome = outcome if decides else pickle.loads(sent.cpu().numpy().tobytes())
     if outcome.error is not None:
         raise outcome.error
     value: T = outcome.value
     return value
 
 
+def _size_of(rank: int, group: dist.ProcessGroup | None, size: int) -> int:
+    """The size that a rank of a group passes."""
+    sent = torch.tensor(size, device=object_device(group))
+    dist.broadcast(sent, group_src=rank, group=group)
+    return int(sent)
+
+
 def gather_numbers(number: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """One 64-bit integer of every rank, by rank; every rank calls it. The hosts exchange them, where they can."""
-    mine = torch.tensor([number], dtype=torch.int64, device=object_device(group))
-    everyone = mine.new_empty(dist.get_world_size(group))
+    return [number for (number,) in gather_rows([number], group)]
+
+
+def gather_rows(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """As many integers of every rank, likewise."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=object_device(group))
+    everyone = mine.new_empty(dist.get_world_size(group) * len(numbers))
     dist.all_gather_single(everyone, mine, group)
-    numbers: list[int] = everyone.tolist()
-    return numbers
+    rows: list[list[int]] = everyone.view(-1, len(numbers)).tolist()
+    return rows
 
 
 def described_alike(described: Mapping[str, str], group: dist.ProcessGroup | None = None) -> set[str]:

@@ -89,6 +89,7 @@ class StageRun(StepMode):
             i: tensor.clone() if i in mutated and not isinstance(tensor, Ghost) else tensor
             for i, tensor in zip(flow.received(stage), received, strict=True)
         }
+        self._as_sent = {i for i, tensor in self._values.items() if not isinstance(tensor, Ghost)}
         self._at_hand = set(flow.received(stage))  # ids of values received or made here
         self._to_send = dict.fromkeys(flow.sent(stage))
         self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
@@ -272,6 +273,9 @@ class StageRun(StepMode):
         i = self._ids[leaf]
         if i not in self._at_hand:
             raise self._changed(f"it used a tensor of shape {tuple(leaf.shape)} that no other stage sent")
+        if i in self._as_sent:
+            self._as_sent.remove(i)
+            self._values[i] = self._flow.trace.tensors[i].laid_out(self._values[i])
         return self._values.get(i, leaf)
 
     def _check_ghosts(self, leaves: list[Any], name: str) -> None:

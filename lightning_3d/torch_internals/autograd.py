@@ -121,8 +121,12 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 
 
 def current_backward() -> int:
-    """A number of the backward that runs now, another one in a backward inside of it; to be used in hooks."""
+    """A number of the backward that this thread runs now, another one in a backward inside of it."""
     return torch._C._current_graph_task_id()
+
+
+NO_BACKWARD = -1
+"""Where none runs."""
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -152,4 +156,4 @@ def is_cast_of_leaf(tensor: Tensor) -> bool:
 
 def is_in_backward() -> bool:
     """Whether this thread runs a backward now."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != NO_BACKWARD

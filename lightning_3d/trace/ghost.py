@@ -23,6 +23,8 @@ class TensorMeta:
     requires_grad: bool
     values: Tensor | None = field(default=None, repr=False, compare=False)
     """The tensor itself, of integers that a block gets of the batch alone, by example."""
+    strides: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    """None of one whose elements lie in their order."""
 
     @staticmethod
     def of(tensor: Tensor, values: Tensor | None = None) -> TensorMeta:
@@ -33,7 +35,20 @@ class TensorMeta:
             device=tensor.device,
             requires_grad=tensor.requires_grad,
             values=values,
+            strides=tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None,
         )
+
+    def laid_out(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor with its dimensions in memory as this one has them, if no elements are between its own.
+
+        So operators answer with the strides that they have in the trace.
+        """
+        strides = self.strides
+        if strides is None:
+            return tensor
+        order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+        found = tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.dim())])
+        return found if found.stride() == strides else tensor
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +80,14 @@ class Ghost(Tensor):
 
     @staticmethod
     def __new__(cls, meta: TensorMeta) -> Ghost:
-        return make_wrapper(cls, meta.shape, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad)
+        return make_wrapper(
+            cls,
+            meta.shape,
+            strides=meta.strides,
+            dtype=meta.dtype,
+            device=meta.device,
+            requires_grad=meta.requires_grad,
+        )
 
     def __init__(self, meta: TensorMeta) -> None:
         """``__new__`` took the argument."""

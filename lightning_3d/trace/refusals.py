@@ -117,11 +117,20 @@ def user_frame() -> str:
     """Where the innermost frame outside torch and this package stands."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("torch", "lightning_3d", "contextlib"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if is_of_user(frame):
+            return place_of(frame)
         frame = frame.f_back
     return "unknown"
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame runs code outside torch and this package."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "lightning_3d", "contextlib")
+
+
+def place_of(frame: FrameType) -> str:
+    """File, line and function of a frame."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def calls_blocks_unseen(name: str, fqns: Sequence[str]) -> TraceError:

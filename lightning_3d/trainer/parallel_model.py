@@ -322,7 +322,9 @@ class _Making:
     def _inline(self, plan: Plan, router: Router, zero: Zero) -> InlineStep:
         """Let calls of blocks, between steps and in those that run inline, come to where their weights are."""
         homes = {block.fqn: plan.stage_ranks[block.stages[0]] for block in plan.blocks}
-        inline = InlineStep(self._module, router, Exchange(self._mesh, self._device), homes)
+        has_collectives = isinstance(zero, FullySharded) or self._mesh.shape.tp > 1
+        exchange = Exchange(self._mesh, self._device, has_collectives=has_collectives)
+        inline = InlineStep(self._module, router, exchange, homes)
         has_backward = plan.inline is not None
         ranks, met, around = self._sharing(zero), self._rendezvous, zero.root.around
         calls = CallsBetweenSteps(inline, ranks, met, around, has_backward=has_backward)

@@ -111,7 +111,8 @@ class WholeModelRunner(StepRunner):
     def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
         self._zero.set_accumulating(accumulating)
         self._zero.before_backward(loss)
-        yield
+        with nullcontext() if self._inline is None else self._inline.backward():
+            yield
         self._zero.after_backward()
         if not self._steps_by_hand:
             self._zero.leave_step()

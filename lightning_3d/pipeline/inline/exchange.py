@@ -23,9 +23,11 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import flatten_call, register_dataclasses
 from lightning_3d.pipeline.inline.gradients import About, Line, enter, leave, remote
 from lightning_3d.pipeline.inline.jagged import packed, unpacked
-from lightning_3d.torch_internals.process_groups import object_device
+from lightning_3d.pipeline.inline.lockstep import Lockstep
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of
+
+_BITS = 62  # of a signed number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +59,13 @@ class Exchange:
 
     Args:
         device: Where steps run.
+        has_collectives: Whether calls of blocks are collectives of the ranks that share their weights.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, device: torch.device, *, has_collectives: bool) -> None:
         self._group, self.pp_rank = mesh.group("pp"), mesh.pp_rank
         self._device, self._generators = device, Generators(device)
+        self.lockstep, self._has_collectives = Lockstep(self._group), has_collectives
         self.edges: dict[str, list[GradientEdge]] = {}
         """FQN of a block that is elsewhere -> where the graphs of what it gave begin."""
 
@@ -81,8 +85,11 @@ class Exchange:
             call: Runs it, where it is; returns its output, and anything picklable to tell the others.
 
         Raises:
+            StepError: on every rank, if another one does something else.
             Exception: the call's own, on every rank.
         """
+        if self._has_collectives:  # for which others may wait that do not come
+            self.lockstep.sync_check(f"a call of {fqn}")
         args, kwargs = packed((args, kwargs))
         register_dataclasses((args, kwargs))
         leaves, with_leaves = flatten_call(args, kwargs)
@@ -91,28 +98,30 @@ class Exchange:
         if self.pp_rank == home:
             output, notes = self._at_home(fqn, home, call, leaves, with_leaves, inputs)
         else:
-            told: _Result = on_one_rank(_never, rank=home, group=self._group)
+            told: _Result = self._told(fqn, home, _never)
             output, notes = self._elsewhere(fqn, home, told, leaves, inputs)
         return unpacked(output), notes
 
-    def read(self, tensor: Tensor, home: int) -> Tensor:
+    def read(self, name: str, tensor: Tensor, home: int) -> Tensor:
         """The value of a parameter or buffer of a block; every rank calls it.
 
         Args:
+            name: For errors.
             tensor: As this rank holds it.
             home: Index on the pp axis of the rank that has it.
         """
+        self.lockstep.sync_check(f"a read of {name}")
         if self.pp_rank == home:
             self._send(tensor, home)
             return tensor
         copy = self._receive(tensor.shape, tensor.dtype, home)
         return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
-    def same(self, gradient: Tensor | None, tensor: Tensor, home: int) -> Tensor | None:
+    def same(self, fqn: str, gradient: Tensor | None, tensor: Tensor, home: int) -> Tensor | None:
         """The gradient of a parameter of a block as the rank that has it found it; every rank calls it."""
         if self.pp_rank == home:
-            return self._send_gradients(home, [gradient])[0]
-        return self._receive_gradients(home, [(tensor.shape, tensor.dtype, self._device)])[0]
+            return self._send_gradients(fqn, home, [gradient])[0]
+        return self._receive_gradients(fqn, home, [(tensor.shape, tensor.dtype, self._device)])[0]
 
     # ---- on the rank that has the block
 
@@ -154,7 +163,7 @@ class Exchange:
                 drawn=None if self._generators.are_at(before) else self._generators.states(),
             )
 
-        on_one_rank(run, rank=home, group=self._group)
+        self._told(fqn, home, run)
         outputs, spec, passed, notes = found
         sent = [i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in passed]
         for i in sent:
@@ -178,11 +187,12 @@ class Exchange:
         trained = [meta.requires_grad for meta, _ in sent]
         if torch.is_grad_enabled() and any(trained):
             anchor = torch.zeros((), device=self._device, requires_grad=True)
-            received = remote(self._line(fqn, home), partial(self._receive_all, sent, home), trained, anchor, inputs)
+            receive = partial(self._receive_all, sent, home)
+            _, *received = remote(self._line(fqn, home), receive, trained, anchor, inputs)
             edges = [get_gradient_edge(tensor) for tensor in received if tensor.requires_grad]
             self.edges.setdefault(fqn, []).extend(edges)
         else:
-            received = self._receive_all(sent, home)
+            received = [*self._receive_all(sent, home)]
         with torch.no_grad():
             for i in told.changed:
                 leaves[i].copy_(self._receive(leaves[i].shape, leaves[i].dtype, home))
@@ -208,6 +218,11 @@ class Exchange:
 
     # ---- messages
 
+    def _told(self, fqn: str, home: int, run: Callable[[], _Result]) -> _Result:
+        """The result of a call, or what it raised; the ranks compare what they came to on the way."""
+        size_of = partial(self.lockstep.sync_check, f"a call of {fqn}", owner_rank=home)
+        return on_one_rank(run, rank=home, group=self._group, size_of=size_of)
+
     def _broadcast(self, tensor: Tensor, home: int) -> None:
         """Send a tensor whose elements lie side by side, of any dtype."""
         if tensor.numel():
@@ -224,26 +239,34 @@ class Exchange:
         return tensor
 
     def _line(self, fqn: str, home: int) -> Line:
-        return Line(fqn=fqn, send=partial(self._send_gradients, home), receive=partial(self._receive_gradients, home))
+        send, receive = partial(self._send_gradients, fqn, home), partial(self._receive_gradients, fqn, home)
+        return Line(fqn=fqn, send=send, receive=receive)
 
-    def _send_gradients(self, home: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _send_gradients(self, fqn: str, home: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Send gradients, of which some may be absent; returns them as the others get them."""
-        are_there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-        dist.broadcast(are_there.to(object_device(self._group)), group=self._group, group_src=home)
+        self._are_there(fqn, home, [gradient is not None for gradient in gradients])
         sent = [None if gradient is None else gradient.contiguous() for gradient in gradients]
         for gradient in sent:
             if gradient is not None:
                 self._broadcast(gradient.detach().to(self._device), home)
         return sent
 
-    def _receive_gradients(self, home: int, of: Sequence[About]) -> list[Tensor | None]:
-        are_there = torch.empty(len(of), dtype=torch.uint8, device=object_device(self._group))
-        dist.broadcast(are_there, group=self._group, group_src=home)
-        pairs = zip(of, are_there.tolist(), strict=True)
+    def _receive_gradients(self, fqn: str, home: int, of: Sequence[About]) -> list[Tensor | None]:
+        pairs = zip(of, self._are_there(fqn, home, [False] * len(of)), strict=True)
         return [
             self._receive(shape, dtype, home).to(device) if is_there else None
             for (shape, dtype, device), is_there in pairs
         ]
+
+    def _are_there(self, fqn: str, home: int, are_there: Sequence[bool]) -> list[bool]:
+        """Which gradients the rank that has the block has; as many bits as a number holds go with each check."""
+        found: list[bool] = []
+        for start in range(0, max(1, len(are_there)), _BITS):
+            part = are_there[start : start + _BITS]
+            number = sum(is_there << bit for bit, is_there in enumerate(part))
+            number = self.lockstep.sync_check(f"the backward of {fqn}", number, home)
+            found.extend(bool(number >> bit & 1) for bit in range(len(part)))
+        return found
 
 
 def _left(line: Line, token: Tensor | None, leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
@@ -251,7 +274,8 @@ def _left(line: Line, token: Tensor | None, leaves: Sequence[Any], places: Seque
     trained = [i for i in places if isinstance(leaves[i], Tensor) and leaves[i].requires_grad]
     left = list(leaves)
     if token is not None and trained:
-        for i, tensor in zip(trained, leave(line, token, [leaves[i] for i in trained]), strict=True):
+        _, *outputs = leave(line, token, [leaves[i] for i in trained])
+        for i, tensor in zip(trained, outputs, strict=True):
             left[i] = tensor
     return left
 

@@ -7,13 +7,17 @@
 Around the blocks every rank runs the same code on the same values. In a backward ``enter`` sends the gradients of the
 inputs, and ``remote`` receives them. Autograd visits the nodes of a graph from the youngest to the oldest, as each was
 made after those that it reads; those of one call of a block are made at the same place on all ranks, so that all come
-to them in one order, if one thread makes them. A token that each output depends on lets ``enter`` run in every backward
-that comes to an output, as ``remote`` does, also where no gradient flows through the block.
+to them in one order, if one thread makes them. A token goes from ``enter`` to ``leave``, so that both run in every
+backward that comes to an output, as ``remote`` does, also where no gradient flows through the block.
 
 [Note: gradients of gradients]
 With ``create_graph=True`` the backward is a call of the block, too: from the gradients of its outputs to those of its
 inputs. So its own backward sends the gradients of the former, and those of the inputs come once more, by the nodes of
-the forward, which tokens lead to. The same nodes stand around both, and so for gradients of any order.
+the forward. The same nodes stand around both, and so for gradients of any order. What is inside of the block leads from
+one of these calls to others; tokens lead there, too, so that a backward comes to the same calls on all ranks:
+
+    a call -> its backward             f(x) <- token <- f'(x, g)
+    and both -> their own backwards    f'(x, g) <- token <- f''(x, g, h)     f(x), f''(x, g, h) <- tokens <- f''(x)
 """
 
 from __future__ import annotations
@@ -52,14 +56,14 @@ def enter(line: Line, anchor: Tensor, inputs: Sequence[Tensor | None]) -> tuple[
     """A token, and the inputs for the block.
 
     Args:
-        anchor: A scalar like the token. It may require a gradient, so that the token does where no input does.
+        anchor: A scalar like the token, which that of another call is, where this one is that one's backward.
     """
     entered: tuple[Tensor, ...] = _Enter.apply(line, anchor, *inputs)  # type: ignore[no-untyped-call]  # torch 2.13
     return entered
 
 
 def leave(line: Line, token: Tensor, outputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The outputs of the block, which depend on the token."""
+    """A token, and the outputs of the block, which depend on that of ``enter``."""
     left: tuple[Tensor, ...] = _Leave.apply(line, token, *outputs)  # type: ignore[no-untyped-call]
     return left
 
@@ -71,15 +75,15 @@ def remote(
     anchor: Tensor,
     inputs: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
-    """The outputs of a block that is elsewhere.
+    """A token, and the outputs of a block that is elsewhere.
 
     Args:
         values: Receives them.
         are_trained: Which of them require gradients.
         anchor: Requires a gradient, so that they can where no input does.
     """
-    _, *outputs = _Remote.apply(line, values, are_trained, anchor, *inputs)  # type: ignore[no-untyped-call]
-    return tuple(outputs)
+    outputs: tuple[Tensor, ...] = _Remote.apply(line, values, are_trained, anchor, *inputs)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _Enter(torch.autograd.Function):
@@ -87,34 +91,31 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, line: Line, anchor: Tensor, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.line = line
-        token = anchor.clone()
-        ctx.save_for_backward(token)
-        return (token, *map(_detached, inputs))
+        return (anchor.clone(), *map(_detached, inputs))
 
     @staticmethod
     def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
         sent = ctx.line.send(gradients)
-        if torch.is_grad_enabled():
-            (token,) = ctx.saved_tensors
-            sent = leave(ctx.line, token if of_token is None else token + of_token, sent)
-        return (None, None, *sent)
+        if not torch.is_grad_enabled():
+            return (None, None, *sent)
+        assert of_token is not None, "a backward comes to `enter` by `leave`"
+        return (None, *leave(ctx.line, of_token, sent))
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, line: Line, token: Tensor, *outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.line, ctx.token = line, (token.dtype, token.device)
-        return tuple(map(_detached, outputs))
+        ctx.line, left = line, token.clone()
+        ctx.save_for_backward(left)
+        return (left, *map(_detached, outputs))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        dtype, device = ctx.token
-        of_token = torch.zeros((), dtype=dtype, device=device)
+    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
+        (token,) = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            return (None, of_token, *gradients)
-        # So that there is a node on all ranks, where the gradients have no graph, too.
-        return (None, *enter(ctx.line, of_token.requires_grad_(), gradients))
+            return (None, torch.zeros_like(token), *gradients)
+        return (None, *enter(ctx.line, _sum(token, of_token), gradients))
 
 
 class _Remote(torch.autograd.Function):
@@ -138,14 +139,17 @@ class _Remote(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
         (token,) = ctx.saved_tensors
-        received: Sequence[Tensor | None] = ()
-        if ctx.inputs and not torch.is_grad_enabled():
-            received = ctx.line.receive(ctx.inputs)
-        elif ctx.inputs:
-            given = [g for g, is_trained in zip(gradients, ctx.are_trained, strict=True) if is_trained]
-            values, are_trained = partial(ctx.line.receive, ctx.inputs), [True] * len(ctx.inputs)
-            received = remote(ctx.line, values, are_trained, token, given)
-        return (None, None, None, torch.zeros_like(token), *received)
+        if not ctx.inputs:
+            return (None, None, None, None)
+        values = partial(ctx.line.receive, ctx.inputs)
+        if not torch.is_grad_enabled():
+            return (None, None, None, None, *values())
+        given = [g for g, is_trained in zip(gradients, ctx.are_trained, strict=True) if is_trained]
+        return (None, None, None, *remote(ctx.line, values, [True] * len(ctx.inputs), _sum(token, of_token), given))
+
+
+def _sum(token: Tensor, of_token: Tensor | None) -> Tensor:
+    return token if of_token is None else token + of_token
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:

@@ -3,28 +3,34 @@
 [Note: what is alike]
 Every rank runs the code around the blocks on the whole batch, with the same tensors and random numbers. What a block
 leaves besides its output is told to all: what it logs, tensors and plain values that it sets as attributes, lists and
-dicts among its arguments that it fills, and what forward hooks inside of it see, which the other ranks call after it;
-those that change an output are called where the block is.
+dicts among its arguments that it fills, plain values and lists of tensors in objects among them, and what forward hooks
+inside of it see, which the other ranks call after it; those that change an output are called where the block is.
+
+[Note: custom functions]
+An autograd function that code around the blocks applies may call blocks, and again in its backward, as reversible
+layers do: its backward, too, is code around the blocks. A backward that it starts itself, like any other, is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.pipeline.inline.exchange import Exchange, Shown, versions_of
+from lightning_3d.pipeline.inline.objects import PLAIN, changed_state, set_state, state_of
 from lightning_3d.pipeline.inline.weights import BlockWeights, has_given_weights
-from lightning_3d.torch_internals.autograd import is_in_backward
+from lightning_3d.torch_internals.autograd import NO_BACKWARD, current_backward
 from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.interception import Router, hidden_calls_seen
 from lightning_3d.trace.side_outputs import (
     Hook,
@@ -41,8 +47,6 @@ from lightning_3d.trace.side_outputs import (
     unpack_outputs,
 )
 from lightning_3d.trace.world_collectives import world_collectives_refused
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +69,26 @@ class InlineStep:
         self._module = module
         self._router, self._exchange, self._homes = router, exchange, homes
         self.weights = BlockWeights(module, router.blocks, homes, exchange)
-        self._is_checkpointing = False
+        self._is_checkpointing = self._has_functions = False
+        self._in_backwards = [NO_BACKWARD]  # in which glue runs, the innermost last: those of custom functions
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Run a step inside."""
+        with self._answers():
+            yield
+            self._exchange.lockstep.end_step()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run a backward inside, of a step or after it."""
+        with nullcontext() if self._router.step is self or not self._has_functions else self._answers():
+            yield
+
+    @contextmanager
+    def _answers(self) -> Iterator[None]:
         self._router.unguard()
-        self._router.step = self
+        self._router.step, self._in_backwards = self, [NO_BACKWARD]
         try:
             # One thread makes all nodes, also those of gradients of gradients: see [Note: the order of messages].
             one_thread, refused = torch.autograd.set_multithreading_enabled(False), world_collectives_refused()
@@ -81,8 +98,8 @@ class InlineStep:
             self._router.step = None
 
     def is_in_glue(self) -> bool:
-        """Whether the present code is outside of blocks, and no backward runs it."""
-        return self._router.step is self and not is_in_backward()
+        """Whether the present code is outside of blocks, and no backward runs it but that of a custom function."""
+        return self._router.step is self and not self._is_in_backward()
 
     @contextmanager
     def checkpointed(self) -> Iterator[None]:
@@ -94,12 +111,29 @@ class InlineStep:
             self._is_checkpointing = before
 
     def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a custom autograd function."""
-        return call(*args, **kwargs)
+        """Call a custom autograd function: see [Note: custom functions]."""
+        outputs = call(*args, **kwargs)
+        nodes = {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
+        for node in nodes if torch.is_grad_enabled() else ():
+            if node is not None and node.name() == f"{name}Backward":
+                self._has_functions = True
+                node.register_prehook(self._begin_function)
+                node.register_hook(self._end_function)
+        return outputs
+
+    def _is_in_backward(self) -> bool:
+        """Whether a backward runs, and not that of a custom function."""
+        return current_backward() != self._in_backwards[-1]
+
+    def _begin_function(self, gradients: Any) -> None:
+        self._in_backwards.append(current_backward())
+
+    def _end_function(self, gradients: Any, of_outputs: Any) -> None:
+        self._in_backwards.pop()
 
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of a block where it is, in a step or between steps."""
-        if is_in_backward():  # computed again, where it is
+        if self._is_in_backward():  # computed again, where it is
             return call(*args, **kwargs)
         fqn, block = runner.fqn, runner.block
         if has_given_weights(block):  # which code around it has made, on all ranks
@@ -108,7 +142,8 @@ class InlineStep:
         step, self._router.step = self._router.step, None
         try:
             run = partial(self._run, runner, call)
-            (packed, logs), left = self._exchange.run(fqn, self._homes[fqn], run, args, kwargs)
+            (packed, logs, changed), left = self._exchange.run(fqn, self._homes[fqn], run, args, kwargs)
+            set_state(args, kwargs, changed)
             output, hook_values = unpack_outputs(block, packed, (args, kwargs), left.side)
             for name, value in left.values.items():
                 set_attribute(block, name, value)
@@ -125,13 +160,13 @@ class InlineStep:
         self, runner: BlockRunner, call: Call, shown: Shown, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, _Left]:
         block, left, noted = runner.block, list[_Left](), list[Noted]()
-        before = attributes_of(block)
+        before, state = attributes_of(block), state_of(args, kwargs)
 
         def packed(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             run = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
             outputs, side, others = packed_run(block, before, noted, (args, kwargs), run)
             values = {name: get_attribute(block, name) for name in others}
-            plain = {name: value for name, value in values.items() if isinstance(value, _PLAIN)}
+            plain = {name: value for name, value in values.items() if isinstance(value, PLAIN)}
             left.append(_Left(side=side, values=plain))
             return outputs
 
@@ -140,7 +175,7 @@ class InlineStep:
 
         def noting(hook: HookCall, original: Hook) -> Hook:
             def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-                if is_in_backward():  # computed again
+                if self._is_in_backward():  # computed again
                     return original(module, args, kwargs, output) if hook in changing else None
                 values = shown((args, kwargs, output))
                 versions = versions_of(values)
@@ -165,4 +200,4 @@ class InlineStep:
                 output = checkpoint(lambda *args: call(*args, **kwargs), *args, use_reentrant=False)
             else:
                 output = call(*args, **kwargs)
-        return (output, logs), left[0]
+        return (output, logs, changed_state(state, state_of(args, kwargs))), left[0]

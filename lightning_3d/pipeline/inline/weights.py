@@ -88,7 +88,7 @@ class BlockWeights:
                 return value
             assert isinstance(value, Tensor)
             if (module, name) not in self._read:
-                self._read[module, name] = self._exchange.read(value, owner.home)
+                self._read[module, name] = self._exchange.read(f"a {name} of {owner.fqn}", value, owner.home)
             return self._read[module, name]
 
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ class BlockWeights:
         results: list[Tensor | None] = []
         for tensor, owner in zip(given, owners, strict=True):
             own = None if isinstance(tensor, Tensor) and tensor.is_meta else next(of_inputs)
-            results.append(own if owner is None else self._exchange.same(own, tensor, owner.home))
+            results.append(own if owner is None else self._exchange.same(owner.fqn, own, tensor, owner.home))
         if not allow_unused and any(result is None for result in results):
             raise RuntimeError("One of the differentiated tensors was not used in the graph: set allow_unused=True.")
         return tuple(results)

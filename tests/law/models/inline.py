@@ -30,6 +30,79 @@ class Penalised(TinyMLP):
         return loss
 
 
+class HeatEquation(TinyMLP):
+    """The loss has second derivatives by two coordinates, one after the other (Raissi et al. 2019)."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        points = batch[0].clone().requires_grad_()
+        heat = self(points)
+        (slopes,) = torch.autograd.grad(heat.sum(), points, create_graph=True)
+        bends = [torch.autograd.grad(slopes[:, i].sum(), points, create_graph=True)[0][:, i] for i in (1, 2)]
+        loss = F.mse_loss(heat, batch[1]) + (slopes[:, 0] - 0.1 * sum(bends)).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class _Tally:
+    """What layers tell those after them, as a cache."""
+
+    def __init__(self, means: list[Tensor]) -> None:
+        self.num_layers, self.means = len(means), means
+
+
+class _Half(nn.Module):
+    """What is added to one half of the features, from the other and from what layers before it have told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, WIDTH), nn.GELU(), nn.Linear(WIDTH, 8))
+
+    def forward(self, x: Tensor, tally: _Tally) -> Tensor:
+        tally.num_layers += 1
+        tally.means.append(x.detach().mean(1, keepdim=True))
+        return self.again(x, tally.means[tally.num_layers // 2])
+
+    def again(self, x: Tensor, mean: Tensor) -> Tensor:
+        return self.inner(x) + mean  # type: ignore[no-any-return]
+
+
+class _Reversing(torch.autograd.Function):
+    """Keeps nothing of the layers for its backward, which goes back through them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        (new, old), tally = x.chunk(2, 1), _Tally([])
+        for layer in layers:
+            new, old = old + layer(new, tally), new
+        ctx.layers, ctx.means = layers, tally.means
+        ctx.save_for_backward(new, old)
+        return torch.cat([new, old], 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        (new, old), (of_new, of_old) = ctx.saved_tensors, gradient.chunk(2, 1)
+        for i, layer in reversed([*enumerate(ctx.layers)]):
+            with torch.enable_grad():
+                x = old.detach().requires_grad_()
+                added = layer(x, _Tally(ctx.means[:i])) if i % 2 else layer.again(x, ctx.means[(i + 1) // 2])
+                added.backward(of_new)
+            new, old = x.detach(), (new - added).detach()
+            of_new, of_old = of_old + x.grad, of_new
+        return torch.cat([of_new, of_old], 1), None
+
+
+class Reversible(Trained):
+    """Layers that are called in a custom function, and again in its backward (Gomez et al. 2017), with a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.layers = nn.ModuleList(_Half() for _ in range(4))
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(self.head(_Reversing.apply(self.first(batch[0]), self.layers)), batch[1])
+
+
 def _perceptron(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, outputs))
 
@@ -241,6 +314,12 @@ def _with_one_replica(layout: Layout) -> bool:
 
 MODELS = {
     "penalised": Model(job=small_job(Penalised, features), lr=0.03, fits=lambda layout: layout.tp == 1),
+    "heat-equation": Model(
+        job=small_job(HeatEquation, features), lr=0.03, families=frozenset({"pp"}), fits=lambda layout: layout.tp == 1
+    ),
+    "reversible": Model(
+        job=small_job(Reversible, features), lr=0.03, families=frozenset({"pp"}), fits=lambda layout: layout.tp == 1
+    ),
     "quantised": Model(job=small_job(Quantised, features), lr=0.03, has_plain_step=False),
     "balanced": Model(
         job=small_job(Balanced, features),

@@ -34,6 +34,33 @@ class Chain(Regression):
         return output
 
 
+class Transposing(Regression):
+    """What its layers give lies across in memory, and code between them goes by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Transposed() for _ in range(4)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(2) * x.unsqueeze(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if not x.is_contiguous():
+                x = 0.5 * x.contiguous()
+        output: Tensor = self.head(x.mean(1))
+        return output
+
+
+class _Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).mT  # type: ignore[no-any-return]
+
+
 def _row(model: Any, **settings: Any) -> Model:
     job = Job(model=partial(model, **settings), data=features, num_val_batches=1)
     return Model(job=job, alike="odd-blocks")
@@ -43,5 +70,6 @@ MODELS = {
     "gpt-of-two-blocks": Model(job=Job(model=partial(TinyGPT, num_layers=2)), alike="gpt"),
     "frozen-stages": _row(Chain, num_frozen=3),
     "recomputed-stages": _row(Chain, is_recomputed=True),
+    "transposing": Model(job=Job(model=Transposing, data=features, num_val_batches=1)),
 }
 """The first sends a residual stream."""

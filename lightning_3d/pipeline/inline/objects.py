@@ -1,0 +1,46 @@
+"""What a block changes in objects among its arguments that pytrees do not look into: layers fill a cache that they
+share, and each reads what those before it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_3d.model.pytrees import is_opaque, is_same
+from lightning_3d.torch_internals.pytree import tree_leaves
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+State = Mapping[tuple[int, str], Any]
+"""Place of an object among the arguments' leaves, and name of an attribute -> a plain value, or a list of tensors."""
+
+
+def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+    """What is told to other ranks of the objects among the arguments of a call, if it changes."""
+    return {
+        (i, name): list(value) if isinstance(value, list) else value
+        for i, leaf in enumerate(tree_leaves((args, kwargs)))
+        if is_opaque(leaf)
+        for name, value in vars(leaf).items()
+        if isinstance(value, PLAIN)
+        or (isinstance(value, list) and all(isinstance(item, (Tensor, type(None))) for item in value))
+    }
+
+
+def changed_state(before: State, now: State) -> State:
+    """What a call changed."""
+    return {place: value for place, value in now.items() if place not in before or not is_same(before[place], value)}
+
+
+def set_state(args: tuple[Any, ...], kwargs: dict[str, Any], changed: State) -> None:
+    """Let objects among the arguments have what a call changed; lists stay the objects that they are."""
+    leaves = tree_leaves((args, kwargs)) if changed else []
+    for (i, name), value in changed.items():
+        attributes = vars(leaves[i])
+        if isinstance(value, list) and isinstance(attributes.get(name), list):
+            attributes[name][:] = value
+        else:
+            attributes[name] = value
