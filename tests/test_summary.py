@@ -54,7 +54,7 @@ def _told(layout: Layout, shows: bool = True) -> tuple[list[str], tuple[str, ...
         trainer.fit(model, loader(tokens(16), global_batch_size=8, data_parallel_size=layout.dp))
     rank_zero.log.removeHandler(messages)
     assert isinstance(strategy, ThreeDStrategy)
-    return [text for text in messages.texts if text.startswith("Layout")], strategy.plan.losses
+    return [text for text in messages.texts if text.startswith(("Layout", "BatchNorm"))], strategy.plan.losses
 
 
 def test_rank_zero_tells_once_what_layout_is_running(workers: WorkerPools) -> None:
@@ -83,3 +83,11 @@ def test_data_parallel_is_told_in_few_lines_unless_no_summary_is_wanted(workers:
     assert "BatchNorm (8 modules) normalises each data-parallel rank's batch by itself, as under DDP" in text
     assert (len(text.splitlines()), losses) == (4, ())
     assert [told for told, _ in workers(2).run(_told, Layout(dp=2), False)] == [[], []]
+
+
+def test_norms_of_microbatches_are_told_where_no_summary_is_wanted(workers: WorkerPools) -> None:
+    (first, _), (second, _) = workers(2).run(_told, Layout(pp=2), False)
+    (text,) = first
+    assert text.startswith("BatchNorm (8 modules) normalises each microbatch by itself")
+    assert text.endswith("pipeline.mode=inline normalises the batch, as one process does")
+    assert second == []

@@ -31,7 +31,7 @@ def layout_text(plan: Plan, most: HeldMemory, num_sharing: int) -> str:
         lines.append(_tensor(plan))
     if shape.pp > 1 and plan.inline is None:
         lines.append(loss_text(plan.loss, gives_more=plan.gives_more))
-    if plan.batch_norms and (norms := _batch_norms(plan)):
+    if norms := batch_norms_text(plan):
         lines.append(norms)
     lines.append(
         f"each rank holds at most {size_text(most.weights)} of weights, {size_text(most.gradients)} of gradients and"
@@ -70,8 +70,10 @@ def _tensor(plan: Plan) -> str:
     return f"{text}; {block.fqn} ({block.kind}) {are} replicated: {reason}"
 
 
-def _batch_norms(plan: Plan) -> str | None:
+def batch_norms_text(plan: Plan) -> str | None:
     """The samples that BatchNorm takes its statistics of, unless they are the whole batch."""
+    if not plan.batch_norms:
+        return None
     num = len(plan.batch_norms)
     norms = f"BatchNorm ({num} modules)" if num > 1 else f"BatchNorm ({plan.batch_norms[0]})"
     if plan.num_microbatches > 1:

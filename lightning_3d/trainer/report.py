@@ -18,7 +18,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import host_memory
 from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
 from lightning_3d.memory.rank_memory import HeldMemory
-from lightning_3d.planning.summary import layout_text
+from lightning_3d.planning.summary import batch_norms_text, layout_text
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.zero.shard import plain
@@ -77,11 +77,17 @@ def tell_layout(
     mesh: Mesh,
     device: torch.device,
 ) -> None:
-    """Say once what layout is running, where the Trainer shows a summary of the model; every rank calls it."""
-    shows = any(isinstance(callback, ModelSummary) for callback in callbacks_of(trainer))
-    if mesh.shape.world_size == 1 or parallel.is_told or not trainer.strategy.broadcast(shows):
+    """Say once what layout is running, where the Trainer shows a summary of the model; that norms see microbatches
+    alone is said in any case. Every rank calls it.
+    """
+    if mesh.shape.world_size == 1 or parallel.is_told:
         return
     parallel.is_told = True
+    shows = any(isinstance(callback, ModelSummary) for callback in callbacks_of(trainer))
+    if not trainer.strategy.broadcast(shows):
+        if parallel.plan.num_microbatches > 1 and (norms := batch_norms_text(parallel.plan)):
+            rank_zero_info(norms)
+        return
     held = parallel.held(config, optimizers)
     rank_zero_info(layout_text(parallel.plan, HeldMemory.most(held.of_ranks(None, device)), held.num_sharing))
 
