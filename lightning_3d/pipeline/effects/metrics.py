@@ -105,9 +105,10 @@ class Metrics(NotedCalls[MetricCall]):
         updated = {fqn: metric for fqn, metric in self._metrics.items() if id(metric) in touched}
         before = {fqn: _state(metric) for fqn, metric in updated.items()}
         self._before = Snapshot(inner for metric in updated.values() for inner in metric.modules()) if calls else None
-        for call in calls:
-            metric = self._metrics[call.fqn]
-            (metric if call.method == "forward" else getattr(metric, call.method))(*call.args, **call.kwargs)
+        with attributes_replaced(self, {"_is_inside": True}):
+            for call in calls:
+                metric = self._metrics[call.fqn]
+                (metric if call.method == "forward" else getattr(metric, call.method))(*call.args, **call.kwargs)
         return {fqn: _changes(before[fqn], _state(metric)) for fqn, metric in updated.items()}
 
     @override
