@@ -39,7 +39,7 @@ def on_one_rank(decide: Callable[[], T], *, rank: int = 0, group: dist.ProcessGr
             outcome = _Outcome(value=decide())
         except Exception as error:
             outcome = _Outcome(error=error)
-    sent = [_portable(outcome)]
+    sent = [outcome if outcome.error is None else _Outcome(error=portable(outcome.error))]
     dist.broadcast_object_list(sent, group_src=rank, group=group)
     outcome = outcome if decides else sent[0]
     if outcome.error is not None:
@@ -93,8 +93,8 @@ def raise_alike(error: Exception | None, group: dist.ProcessGroup | None = None)
     """
     if not any(gather_numbers(int(error is not None), group)):
         return
-    everyone: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, _portable(_Outcome(error=error)).error, group)
+    everyone: list[BaseException | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, None if error is None else portable(error), group)
     rank, first = next((rank, other) for rank, other in enumerate(everyone) if other is not None)
     if error is not None and rank == dist.get_rank(group):
         raise error
@@ -102,12 +102,10 @@ def raise_alike(error: Exception | None, group: dist.ProcessGroup | None = None)
     raise first from error
 
 
-def _portable(outcome: _Outcome) -> _Outcome:
-    """The same, with an error that can't be pickled told in words."""
-    if outcome.error is None:
-        return outcome
+def portable(error: BaseException) -> BaseException:
+    """The same, or what tells of an error that can't be pickled in words."""
     try:
-        pickle.loads(pickle.dumps(outcome.error))
+        pickle.loads(pickle.dumps(error))
     except Exception:
-        return _Outcome(error=PlanError("".join(traceback.format_exception(outcome.error))))
-    return outcome
+        return PlanError("".join(traceback.format_exception(error)))
+    return error

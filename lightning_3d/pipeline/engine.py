@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_3d.distributed.agreement import gather_numbers
+from lightning_3d.distributed.agreement import alike, gather_numbers
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import BatchError, StepError, ThreeDError, TraceError
-from lightning_3d.pipeline.batch_loss import BatchLoss
+from lightning_3d.pipeline.attempt import Failure, agree
+from lightning_3d.pipeline.batch_loss import BatchLoss, Decision
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
@@ -34,8 +34,8 @@ from lightning_3d.pipeline.spans import SpanRecorder, Timeline
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.traced_alike import check_alike
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
+from lightning_3d.pipeline.undo import BlocksBefore
 from lightning_3d.pipeline.whole_tail import WholeTail
-from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.planning.timing import Span
@@ -44,12 +44,13 @@ from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
+from lightning_3d.trace.trace import Trace
 from lightning_3d.waits import Wait
 from lightning_3d.zero.engine import RankModule
 
 
 def share(
-    make: Callable[[], list[StageReport]],
+    reports: list[StageReport],
     group: dist.ProcessGroup,
     *,
     source: int,
@@ -59,30 +60,16 @@ def share(
     """Send reports to all stages.
 
     Args:
-        make: Gives those of this rank's stages.
+        reports: Those of this rank's stages.
         group: The pp axis.
         source: Global rank of the last stage.
         from_all: Whether all stages report, not only the last.
-
-    Raises:
-        ThreeDError: on all ranks, if ``make`` raised on one that reports.
     """
-    reports: list[StageReport] | ThreeDError
-    try:
-        reports = make()
-    except ThreeDError as error:
-        reports = error
-    except Exception as error:  # the other stages wait for a report: they get this one and raise too
-        reports = StepError(f"{type(error).__name__} while joining the microbatches of a batch: {error}")
-        reports.__cause__ = error
     if from_all:
         gathered = all_gather_objects(reports, device, group=group)
     else:
         gathered = [broadcast_object(reports, device, src=source, group=group)]
-    for answer in gathered:
-        if isinstance(answer, ThreeDError):
-            raise naming_inline(answer)
-    return sorted((report for answer in gathered for report in answer), key=lambda report: report.stage)
+    return sorted((report for of_rank in gathered for report in of_rank), key=lambda report: report.stage)
 
 
 class PipelineEngine:
@@ -95,6 +82,8 @@ class PipelineEngine:
         unsplit: Stages whose backward stays in one piece where the schedule splits it.
         before_forward: Told which stage runs a microbatch, before it does.
         has_budget: Whether a step's memory is predicted for the loss that the plan names.
+        sit_out: As of ``Stages``.
+        shares_evaluations: Whether the replicas evaluate together, as those do that share weights.
     """
 
     def __init__(
@@ -112,11 +101,14 @@ class PipelineEngine:
         unsplit: Collection[int] = (),
         before_forward: Callable[[int], None] = lambda stage: None,
         has_budget: bool = False,
+        sit_out: Callable[[Sequence[str]], bool],
+        shares_evaluations: bool,
     ) -> None:
         self._unsplit = unsplit
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
         self._around_backward, self._wait = around_backward, wait
-        self._group = mesh.group("pp")
+        self._group, self._replica = mesh.group("pp"), mesh.group("replica")
+        self._has_replicas, self._shares_evaluations = mesh.shape.dp > 1, shares_evaluations
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
         self.recorder: SpanRecorder | None = None
@@ -152,7 +144,12 @@ class PipelineEngine:
             joiner=self._joiner,
             randomness=randomness,
             before_forward=before_forward,
+            sit_out=sit_out,
         )
+        self._before = BlocksBefore(block for fqn, block in router.blocks.items() if fqn not in router.absent)
+        self._begun: OrderedDict[Hashable, None] = OrderedDict()  # kinds of steps that all ranks could begin
+        self._last: dict[str, tuple[Sequence[StageFlow], Schedule]] = {}  # by name of the step, of one that succeeded
+        self._compared: OrderedDict[Hashable, Trace] = OrderedDict()
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -178,16 +175,41 @@ class PipelineEngine:
             What the step returns for the whole batch, the same on every stage; tensors are detached.
 
         Raises:
-            TraceError: with ``lacks_data`` on all ranks, where stages can't follow the step, of which nothing stays.
+            StepFailed: on all ranks, where one can't run it so.
         """
-        step = self._step(name, batch, rest, number=number, backward=backward, loss_scale=loss_scale)
-        schedule = self._schedule(step)
+        everyone = None if backward or self._shares_evaluations else self._replica
+        self._before.keep()
+        settings = {"number": number, "backward": backward, "loss_scale": loss_scale}
+        step, schedule = self._begin(name, batch, rest, everyone, **settings)
         with self._effects.begin(number):
-            with autocast_cache(enabled=backward), self._measured(schedule):  # all microbatches read the same casts
-                schedule.run(step.forward, self._around_backward, self.recorder)
-            step.finish()
+            if schedule is not None:
+                with autocast_cache(enabled=backward), self._measured(schedule):  # all microbatches read the same casts
+                    schedule.run(step.forward, self._around_backward, step.fail_backward, self.recorder)
+            reports = step.finish()
+            self._agree(step, everyone)
+        assert schedule is not None
+        self._last[name] = step.flows, schedule
+        return self._apply(reports)
+
+    def _agree(self, step: PipelineStep, everyone: dist.ProcessGroup | None) -> None:
+        """Go on where all ranks can; else leave nothing of the step.
+
+        Raises:
+            StepFailed: on all ranks.
+        """
+        failed = agree(step.failure, can_undo=self._before.can_undo, group=everyone)
+        if failed is not None:
+            self._effects.undo()
+            if failed.is_undone:
+                self._before.undo()
+        self._before.forget()
+        if failed is not None:
+            raise failed
+
+    def _apply(self, reports: list[StageReport]) -> Any:
+        """Do on all stages what the step did, and return what it returned."""
         reports = share(
-            step.reports,
+            reports,
             self._group,
             source=self._source,
             device=self._device,
@@ -210,24 +232,44 @@ class PipelineEngine:
             yield
             dist.barrier(self._group)
 
-    def _step(self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any) -> PipelineStep:
-        """Split the batch, and decide how the step is made of its microbatches.
+    def _begin(
+        self, name: str, batch: Any, rest: Sequence[Any], everyone: dist.ProcessGroup | None, **settings: Any
+    ) -> tuple[PipelineStep, Schedule | None]:
+        """The step and its schedule; where this replica can't begin it, a step that has failed.
 
-        Raises:
-            TraceError: with ``lacks_data`` where it is an evaluation that is not made of its microbatches.
+        The others may run theirs meanwhile, so it takes part in their collectives by a schedule that ran before.
         """
+        first = nullcontext() if name in self._last else alike(everyone)  # so there is one
         try:
-            return self._split(name, batch, rest, backward=backward, **settings)
-        except (BatchError, StepError, TraceError) as error:
-            if backward:
-                raise
-            raise TraceError(str(error), lacks_data=True) from error
+            with first:
+                return self._split(name, batch, rest, **settings)
+        except Exception as error:
+            flows, schedule = self._last.get(name, ((), None)) if self._has_replicas else ((), None)
+            decision = Decision(kind=LossKind.MEAN, weights=(), joins_values=True)
+            step = PipelineStep(stages=self._stages, parts=(), flows=flows, tail=None, decision=decision, **settings)
+            step.fail(Failure(error=error))
+            return step, schedule
 
-    def _split(self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any) -> PipelineStep:
+    def _split(
+        self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any
+    ) -> tuple[PipelineStep, Schedule]:
+        """Split the batch, and decide how the step is made of its microbatches; alike on all ranks of the replica."""
         planned = self._plan.num_microbatches
         parts = split_batch(batch, planned if planned == 1 else min(planned, batch_size(batch)))
         shares = [part.weight for part in parts]
         whole, *calls = self._traces.calls(name, [batch, *(part.batch for part in parts)], rest)
+        kinds = backward, *(call.kind for call in (whole, *calls))
+        with nullcontext() if kinds in self._begun else alike(self._replica):
+            step = self._decided(whole, calls, shares, backward=backward, **settings)
+            schedule = self._schedule(step)
+        cached(self._begun, kinds, lambda: None)
+        return step, schedule
+
+    def _decided(
+        self, whole: StepCall, calls: Sequence[StepCall], shares: Sequence[float], *, backward: bool, **settings: Any
+    ) -> PipelineStep:
+        for call in calls:
+            self._trace(call)
         decision = self._batch_loss.decide(whole, calls, shares, trains=backward)
         with_tail = not decision.joins_values
         flows = [self._flow(call, with_tail=with_tail) for call in calls]
@@ -263,17 +305,27 @@ class PipelineEngine:
         """The spans measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
         assert self.recorder is not None, "start_timeline comes first"
         measured: list[tuple[Span, ...]] = [()] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(measured, self.recorder.runs()[-1], group=self._group)
+        own = self.recorder.runs()[-1:] or [()]  # no step ran in microbatches
+        torch.distributed.all_gather_object(measured, own[0], group=self._group)
         self.recorder = None
         return Timeline(name=self._plan.schedule, planned=self._planned, measured=tuple(measured))
 
+    def _trace(self, call: StepCall) -> Trace:
+        """The trace of a step; every rank of the pipeline makes it, and raises what it is on one of them."""
+
+        def traced() -> Trace:
+            with self._wait(f"Tracing {call.name}"), alike(self._group):
+                trace = self._traces.trace(call)
+                trace.refuse_what_counts_once()
+            check_alike(trace, call.name, self._group)
+            return trace
+
+        return cached(self._compared, call.kind, traced)
+
     def _flow(self, call: StepCall, *, with_tail: bool) -> StageFlow:
         def cut_anew() -> StageFlow:
-            with self._wait(f"Tracing {call.name}"):
-                trace, stages = self._traces.trace(call), self._plan.stages_of_calls
-            check_alike(trace, call.name, self._group)
-            trace.refuse_what_counts_once()
-            return cut(trace, stages, self._plan.num_stages, with_tail=with_tail, heads=call.heads)
+            stages = self._plan.stages_of_calls
+            return cut(self._trace(call), stages, self._plan.num_stages, with_tail=with_tail, heads=call.heads)
 
         return cached(self._flows, (with_tail, call.kind), cut_anew)
 

@@ -44,6 +44,10 @@ AroundBackward = Callable[..., AbstractContextManager[None]]
 """(stage, is_last=whether it is the stage's last one in the step) -> context of the backward of a microbatch."""
 
 
+Failed = Callable[[Exception, int, int], None]
+"""Told of what the backward of a microbatch raised: (error, its index, stage)."""
+
+
 class Schedule:
     """Runs the microbatches of one step through this rank's stages.
 
@@ -95,19 +99,22 @@ class Schedule:
         self,
         forward: Forward,
         around_backward: AroundBackward,
+        failed: Failed,
         recorder: SpanRecorder | None = None,
     ) -> None:
         """Run all microbatches, forward and backward.
 
         Args:
+            forward: Raises no ``Exception``.
             around_backward: Gives the context of each backward that is in one piece.
+            failed: After it a backward counts as one that gave no gradients.
             recorder: Measures the computations.
 
         Raises:
-            BaseException: what ``forward`` or the backward raised, without torch's words around it.
+            BaseException: what ``forward`` raised, without torch's words around it.
         """
         for stage in self._stages:
-            stage.recorder, stage.around_backward = recorder, around_backward
+            stage.recorder, stage.around_backward, stage.failed = recorder, around_backward, failed
         failure = None
         try:
             self._schedule.step(index=self._indices, run=forward, target=self._indices, return_outputs=False)
@@ -156,6 +163,7 @@ class _Stage(ShapedStage):
 
     recorder: SpanRecorder | None = None
     around_backward: AroundBackward
+    failed: Failed
 
     def __init__(
         self,
@@ -195,9 +203,10 @@ class _Stage(ShapedStage):
             with torch.autocast(self.device.type, enabled=False):
                 yield
         except Exception as error:
-            cause = error.__cause__ or error  # see `Schedule.run`
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error  # see `Schedule.run`
             cause.add_note(f"In the backward of microbatch {microbatch} on pipeline stage {self.stage_index}.")
-            raise
+            self.failed(cause, microbatch, self.stage_index)
+            self.leave_backward(microbatch)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._measured("forward", fwd_chunk_id):

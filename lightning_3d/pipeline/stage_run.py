@@ -188,8 +188,7 @@ class StageRun(StepMode):
                 raise TraceError(
                     f"{name} was called after code that reads data of blocks ({reader}), as generate() does for every"
                     " token, but with a pipeline a step reads them after its last call of a block. Do it in a hook, as"
-                    f" on_validation_epoch_end, {SUMMON}, or use pipeline_parallel_size=1.",
-                    lacks_data=True,
+                    f" on_validation_epoch_end, {SUMMON}, or use pipeline_parallel_size=1."
                 )
             return run([self._value(leaf) for leaf in leaves])  # past the end of the trace, on the last stage
         if call is None or (call.name, call.is_block) != (name, is_block):

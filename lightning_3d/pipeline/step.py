@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import TraceError
+from lightning_3d.pipeline.attempt import Failure
 from lightning_3d.pipeline.batch_loss import Decision
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
@@ -57,6 +57,9 @@ class Stages:
     randomness: StepRandomness
     before_forward: Callable[[int], None]
     """Told which stage runs a microbatch now."""
+    sit_out: Callable[[Sequence[str]], bool]
+    """Told which blocks would run now, by FQN, in the collectives of whose weights this rank takes part for others;
+    returns whether it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +80,46 @@ class PipelineStep:
     loss_scale: float
     outputs: dict[int, Any] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
-    unfollowed: list[TraceError] = field(default_factory=list)
-    """Why the last stage could not run an evaluation to its end: the others learn of it from its reports."""
+    failures: list[Failure] = field(default_factory=list)
+    """Why this rank can't go on with it, see [Note: steps that fail]."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first one."""
+        return min(self.failures, key=lambda failure: failure.position, default=None)
+
+    def fail(self, failure: Failure) -> None:
+        """Go on with zeros from now on; raise it where the others can't."""
+        if self.flows and not self.failures:
+            own, flow = set(self.stages.own), self.flows[0]
+            pairs = zip(flow.trace.calls, flow.call_stages, strict=True)
+            if not self.stages.sit_out([call.name for call, stage in pairs if call.is_block and stage in own]):
+                failure.error.add_note("It does not run inline, as with zero.reshard_after_forward=True replicas wait.")
+                raise failure.error
+        self.failures.append(failure)
+
+    def fail_backward(self, error: Exception, index: int, stage: int) -> None:
+        """Go on with zeros after the backward of a microbatch that raised."""
+        self.fail(Failure(error=error, microbatch=index, in_backward=True, stage=stage))
 
     def forward(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a microbatch on a stage; returns the tensors to send, or the weighted loss on the last stage."""
+        if not self.failures:
+            try:
+                return self._forward(stage, index, received)
+            except Exception as error:
+                self.fail(Failure(error=error, microbatch=index, stage=stage))
+        return self._zeros(stage, index, received)
+
+    def _zeros(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
+        """Zeros, as a stage sends them that has failed."""
+        if stage == self.stages.last:
+            return loss_to_come(received, lambda: [None] * len(received)) if self.backward else ()
+        metas = [meta.on_meta() for meta in self.flows[index].metas(self.flows[index].sent(stage))]
+        device = self.stages.module.device
+        return tuple(torch.zeros_like(meta, device=device, requires_grad=meta.requires_grad) for meta in metas)
+
+    def _forward(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
         part, flow, tail, weight = self.parts[index], self.flows[index], self.tail, self.decision.weights[index]
         if stage < self.stages.last:
             return self._run(stage, index, part, flow, received)
@@ -93,12 +131,24 @@ class PipelineStep:
             return self._loss(tail.stage, index, part, flow, sent, weight)
         if is_last:
             self._run_tail(tail)
-        return loss_to_come(sent, partial(tail.gradients, index)) if self.backward else ()
+        if not self.backward:
+            return ()
+        return loss_to_come(sent, lambda: [None] * len(sent) if self.failures else tail.gradients(index))
 
-    def finish(self) -> None:
-        """After all microbatches: run the tail on the whole batch for what it gives besides gradients."""
-        if self.unfollowed:
-            return
+    def finish(self) -> list[StageReport]:
+        """After all microbatches: the reports of this rank's stages, and of the tail; none where the step failed."""
+        if not self.failures:
+            try:
+                self._end()
+                return self._reports()
+            except Exception as error:
+                self.failures.append(Failure(error=error, microbatch=len(self.parts)))
+        return []
+
+    def _end(self) -> None:
+        """Run the tail on the whole batch for what it gives besides gradients."""
+        if self.decision.problem is not None:
+            raise self.decision.problem
         if self.tail is not None and not self.tail.trains and self.stages.last in self.stages.own:
             with torch.no_grad(), no_dispatch_modes():  # they have seen this code run by microbatch
                 self._run_tail(self.tail)
@@ -114,15 +164,7 @@ class PipelineStep:
         self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor], weight: float
     ) -> Any:
         """Run the stage, or the tail, that ends the step; returns its loss times a weight if it is differentiated."""
-        if self.unfollowed:
-            return ()
-        try:
-            output = self._run(stage, index, part, flow, received)
-        except TraceError as error:
-            if self.backward or not error.lacks_data:
-                raise
-            self.unfollowed.append(error)
-            return ()
+        output = self._run(stage, index, part, flow, received)
         if not (self.backward and torch.is_grad_enabled()):
             return ()
         loss = _weighted(check_loss(output).reshape(()), weight)
@@ -160,17 +202,7 @@ class PipelineStep:
             return plain_call
         return partial(self.tail.draws.note, index) if stage == self.stages.last else self.tail.draws.repeat
 
-    def reports(self) -> list[StageReport]:
-        """The reports of this rank's stages, and of the tail.
-
-        Raises:
-            StepError: the microbatches gave what can't be joined.
-            TraceError: the step is an evaluation that reads data between calls of blocks.
-        """
-        if self.unfollowed:
-            raise self.unfollowed[0]
-        if self.decision.problem is not None:
-            raise self.decision.problem
+    def _reports(self) -> list[StageReport]:
         joiner, own = self.stages.joiner, self.stages.own
         joiner.averages, joiner.loss_weights = self.decision.averages, self.decision.weights
         sizes = [part.size for part in self.parts]

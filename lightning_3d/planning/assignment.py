@@ -92,16 +92,17 @@ def _in_order(
     module: nn.Module, blocks: Mapping[str, nn.Module], method: str | tuple[str, ...], num_stages: int
 ) -> Assignment:
     """Cut the blocks as they are defined, where no trace tells how they are called; those that share a parameter stay
-    together, as its gradient is complete on one rank.
+    together, as its gradient is complete on one rank. Where there are fewer than stages, the last stages have none.
     """
     groups = tied_groups(blocks)
-    _check_number([group[0] for group in groups], "blocks", num_stages)
+    if not groups:
+        _check_number([], "blocks", num_stages)
     sizes = [sum(num_parameters(blocks[fqn]) for fqn in group) for group in groups]
     if isinstance(method, tuple):
         stages = _begun_with(method, module, blocks, [group[0] for group in groups])
     else:
         loads = [1] * len(groups) if method == "uniform" else sizes
-        stages = partition(additive(loads), [0] * (len(groups) - 1), num_stages)
+        stages = partition(additive(loads), [0] * (len(groups) - 1), min(num_stages, len(groups)))
     of_blocks = {fqn: (stage,) for stage, group in zip(stages, groups, strict=True) for fqn in group}
     plans = tuple(
         StagePlan(

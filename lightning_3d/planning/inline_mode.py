@@ -33,10 +33,22 @@ def is_microbatched(config: ThreeDConfig, shape: MeshShape) -> bool:
     return shape.pp > 1 and config.pipeline.mode != "inline"
 
 
-def naming_inline(error: ThreeDError) -> ThreeDError:
-    """The error of a step that stages can't follow in training, with what else to do."""
-    error.args = (f"{error} Or set pipeline.mode=inline, which runs any step, one stage at a time.",)
+def naming_inline(error: BaseException, mode: str) -> BaseException:
+    """The error of a step that stages can't follow in training, with what else to do.
+
+    Args:
+        mode: That the pipeline was to run in.
+    """
+    modes = "auto or inline, which run" if mode == "microbatched" else "inline, which runs"
+    if isinstance(error, ThreeDError):
+        error.args = (f"{error} Or set pipeline.mode={modes} any step, one stage at a time.",)
     return error
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of an error, in one line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ThreeDError) else f"{type(error).__name__}: {text}"
 
 
 def inline_text(why: str) -> str:
@@ -48,6 +60,14 @@ def inline_text(why: str) -> str:
     return (
         "steps run inline, on the whole batch, and each block where its weights are, so that one rank of the pipeline"
         f" computes at a time: {why}"
+    )
+
+
+def once_inline_text(why: str) -> str:
+    """A line for people on one step among others in microbatches; arguments as of `inline_text`."""
+    return (
+        "this step runs inline, on the whole batch, and each block where its weights are, and so do all that follow if"
+        f" it happens again: {why}"
     )
 
 

@@ -81,6 +81,8 @@ class Plan:
     """FQNs of blocks' parameters and buffers that code outside of their block uses in the trace."""
     inline: str | None = None
     """Why steps run in inline mode, if they do."""
+    evaluations: tuple[str, ...] = ()
+    """A line for each evaluation that has come to run inline; there once steps have shown it."""
     gives_more: bool = False
     """Whether the step gives more than numbers, so that the code after its blocks also runs on the whole batch."""
     batch_norms: tuple[str, ...] = ()
@@ -172,6 +174,7 @@ class Plan:
         elif self.shape.pp > 1:
             tables.append(loss_text(self.loss, gives_more=self.gives_more))
             tables.extend(self.losses)
+        tables.extend(self.evaluations)
         for mode in ("selective", "full"):
             if recomputed := [(block.fqn, block.kind) for block in self.blocks if block.recompute == mode]:
                 tables.append(f"recomputed in the backward ({mode}): {', '.join(folded(recomputed))}")

@@ -66,7 +66,8 @@ class ThreeDPrecision(Precision):
         self._device = torch.device("cpu")
         self._norm: Callable[[Iterable[nn.Parameter]], Tensor] | None = None
         self._zero: Zero | None = None
-        self._scales_itself = True  # whether losses are scaled where Lightning has them, not in a pipeline
+        self.scales_itself = True
+        """Whether the present loss is scaled before Lightning runs its backward, as no pipeline has done that."""
         self._scaling: LossScaling | None = None
         self._widens = False
         self._names: Mapping[nn.Parameter, str] = {}
@@ -113,13 +114,9 @@ class ThreeDPrecision(Precision):
         *,
         norm: Callable[[Iterable[nn.Parameter]], Tensor],
         zero: Zero,
-        scales_itself: bool,
     ) -> None:
-        """Tell how to take the norm of gradients over all ranks, who holds them, and whether the backward is
-        Lightning's, not a pipeline's.
-        """
-        self._norm, self._zero = norm, zero
-        self._scales_itself = scales_itself
+        """Tell how to take the norm of gradients over all ranks, and who holds them."""
+        self._norm, self._zero, self.scales_itself = norm, zero, True
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy takes part in no run."""
@@ -234,7 +231,7 @@ class ThreeDPrecision(Precision):
         if self._scaling is None:
             return tensor
         self._scaling.before_backward()
-        return tensor.float() * self.loss_scale if self._scales_itself else tensor
+        return tensor.float() * self.loss_scale if self.scales_itself else tensor
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -150,3 +150,12 @@ class _Then:
     def __call__(self) -> None:
         self._become()
         self._gathered([sharded._sharded_param_data for sharded in self._group.fsdp_params])
+
+
+def drop_gradients(unit: FSDPModule) -> None:
+    """Let go of the gradients of a unit's gathered parameters."""
+    for group in groups_of(unit):
+        for sharded in group.fsdp_params:
+            sharded.unsharded_accumulated_grad = None
+            if hasattr(sharded, "_unsharded_param"):  # it was gathered
+                sharded.unsharded_param.grad = None

@@ -180,6 +180,10 @@ class ShapedStage(PipelineStage):
             self._is_reentrant = has_reentrant_checkpoints(outputs)
         return not self._is_reentrant
 
+    def leave_backward(self, index: int) -> None:
+        """Let the backward of a microbatch that raised have given no gradients."""
+        self.bwd_cache[index] = (None,) * len(self._inputs[index])
+
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:  # what this stage did not use has gradient zero
             pairs = zip(self.bwd_cache[bwd_chunk_id], self._inputs[bwd_chunk_id], strict=True)

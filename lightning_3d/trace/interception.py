@@ -263,6 +263,10 @@ class Router:
         for fqn in self.absent & attributes.keys():
             self._guards.add(fqn, self.blocks[fqn], attributes[fqn])
 
+    def unguard(self) -> None:
+        """Let glue read all attributes again, as where it is told of those of absent blocks."""
+        self._guards.remove()
+
 
 @contextmanager
 def routed(blocks: Mapping[str, nn.Module]) -> Iterator[Router]:

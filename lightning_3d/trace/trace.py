@@ -127,8 +127,7 @@ class Trace:
             raise TraceError(
                 f"{self.counts_once}. With a pipeline blocks run once for each microbatch, on one stage each, and the"
                 " code around them on all. Make the call in the step, change parameters in on_train_batch_end, draw"
-                " from the default generators, or set pipeline.mode=inline.",
-                lacks_data=True,
+                " from the default generators, or set pipeline.mode=inline."
             )
 
     @property

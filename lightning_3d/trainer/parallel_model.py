@@ -41,7 +41,6 @@ from lightning_3d.model.initial_weights import (
 )
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.parts.copies import copies_of, lay_out_copies
-from lightning_3d.parts.full_params import full_params
 from lightning_3d.parts.layout import Layout, lay_out
 from lightning_3d.parts.module import answer_for_parts, holds_parts
 from lightning_3d.parts.stages import PipelineStages
@@ -51,6 +50,7 @@ from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget import Budget, accumulates
 from lightning_3d.planning.held import HeldAhead, StateShapes
+from lightning_3d.planning.inline_mode import inline_text
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
@@ -59,10 +59,11 @@ from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
+from lightning_3d.trainer.inline_fallback import InlineFallback
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.step_planner import Planned, StepPlanner
-from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
+from lightning_3d.trainer.step_runner import TRAINING, PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.waits import CountedWait, Wait
 from lightning_3d.zero.engine import Zero
@@ -104,9 +105,14 @@ class ParallelModel:
 
     @property
     def present_plan(self) -> Plan:
-        """The plan, with what the steps so far have shown of heads, losses and gathered weights."""
-        losses = () if self.runner.engine is None else self.runner.engine.losses()
-        return replace(self.plan, heads=self.heads.texts, losses=losses, gathers=self.zero.gathers)
+        """The plan, with what the steps so far have shown of heads, losses and gathered weights, and how they run."""
+        plan, inline = replace(self.plan, gathers=self.zero.gathers), dict(self.runner.inline)
+        if (why := inline.pop(TRAINING, None)) is not None:
+            plan = replace(plan, inline=why, memory=())  # which was that of microbatches
+        else:
+            losses = () if self.runner.engine is None else self.runner.engine.losses()
+            plan = replace(plan, heads=self.heads.texts, losses=losses)
+        return replace(plan, evaluations=tuple(f"{name}: {inline_text(why)}" for name, why in inline.items()))
 
 
 def make_parallel(
@@ -271,7 +277,7 @@ class _Making:
     ) -> StepRunner:
         """Pipeline: runs steps in microbatches, or inline, or at once."""
         module, mesh, precision, device = self._module, self._mesh, self._precision, self._device
-        precision.attach(norm=gradients.norm, zero=zero, scales_itself=not self._is_microbatched)
+        precision.attach(norm=gradients.norm, zero=zero)
         inline = self._inline(plan, router, zero) if mesh.shape.pp > 1 else None
         if not self._is_microbatched:
             return WholeModelRunner(module, zero, randomness, heads, inline)
@@ -288,16 +294,20 @@ class _Making:
             unsplit=unsplit,
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
             has_budget=self._config.activations.plans_memory,
+            sit_out=lambda fqns: zero.sit_out([self.blocks[fqn] for fqn in fqns]),
+            shares_evaluations=self._is_fully_sharded,
         )
+        assert inline is not None
+        of_blocks = {parameter for block in self.blocks.values() for parameter in block.parameters()}
         return PipelineRunner(
             module,
             zero,
             engine,
             gradients,
-            randomness=randomness,
-            whole=partial(full_params, module, module, mesh, device, writeback=True),
+            mode=self._config.pipeline.mode,
+            fallback=InlineFallback(module, zero, gradients, randomness, inline, of_blocks),
             splits_backward=self._config.pipeline.splits_backward,
-            loss_scale=lambda: precision.loss_scale,
+            precision=precision,
             heads=heads,
         )
 

@@ -59,6 +59,11 @@ class PendingGradients:
         leaf.register_post_accumulate_grad_hook(self._release)
         return leaf
 
+    def abandon(self) -> None:
+        """After a step that has failed, whose gradients are gone: put the older ones back."""
+        self._zero.put_gradients(self._before)
+        self._before = NO_GRADIENTS
+
     def check_released(self) -> None:
         """After the backward.
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.agreement import on_one_rank
+from lightning_3d.distributed.agreement import alike, on_one_rank
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.distributed.rng import Generators
-from lightning_3d.errors import SplitError, TraceError
+from lightning_3d.errors import BatchError, ConfigError, MemoryPlanError, SplitError, TooFewSamplesError
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.planning.inline_mode import inline_text, reason_for_inline
+from lightning_3d.planning.inline_mode import inline_text, reason_for_inline, reason_of
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observation, Observer, decide
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -57,37 +56,42 @@ class StepPlanner:
         """Plan it, alike on all ranks; every rank calls it.
 
         Raises:
-            TraceError: with ``pipeline.mode="microbatched"``, the stages can't follow the step.
-            PlanError: no layout of this model fits the mesh.
+            Exception: with ``pipeline.mode="microbatched"``, why stages can't follow the step; else inline, what
+                can't run there either.
         """
         if (why := reason_for_inline(self._module, config)) is not None:
             return self._inline(config, why)
         if self._shape.pp == 1:
             return self._decided(config, *self._look(config))
-        if config.pipeline.mode == "microbatched":
-            return self._decided(config, *self._look_at_stages(config))
-        looked, failed = None, None
         try:
-            looked = self._look_at_stages(config)
-        except (SplitError, TraceError) as error:
-            if isinstance(error, SplitError) and config.pipeline.num_microbatches != "auto":
+            return self._in_stages(config)
+        except Exception as error:
+            if config.pipeline.mode == "microbatched" or self._is_elsewhere(error, config):
                 raise
-            failed = str(error)
-        everyone: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, failed)
-        reasons = [reason for reason in everyone if reason is not None]
-        if looked is not None and not reasons:
-            return self._decided(config, *looked)
-        return self._inline(config, f"as stages can't follow it. {reasons[0]}")
+            return self._inline(config, f"as stages can't follow it. {reason_of(error)}")
+
+    def _is_elsewhere(self, error: Exception, config: ThreeDConfig) -> bool:
+        """Whether an error is no matter of stages, or of what was asked for."""
+        if isinstance(error, TooFewSamplesError):
+            return config.pipeline.num_microbatches != "auto"
+        if isinstance(error, BatchError):
+            return not isinstance(error, SplitError)
+        return isinstance(error, (ConfigError, MemoryPlanError, torch.OutOfMemoryError))
+
+    def _in_stages(self, config: ThreeDConfig) -> Planned:
+        with alike():  # the user's code may fail on one rank alone
+            looked = self._look_at_stages(config)
+        return self._decided(config, *looked)
 
     def _inline(self, config: ThreeDConfig, why: str) -> Planned:
-        if config.pipeline.mode == "auto":
-            rank_zero_info(f"{type(self._module).__name__}: {inline_text(why)}")
         # Logits are read on all ranks, of which one has the head.
         activations = replace(config.activations, fused_loss="never")
-        config = replace(config, pipeline=config.pipeline.as_inline, activations=activations)
-        observer, observed = self._look(config)
-        return self._decided(config, observer, replace(observed, inline=why))
+        inline = replace(config, pipeline=config.pipeline.as_inline, activations=activations)
+        observer, observed = self._look(inline)
+        planned = self._decided(inline, observer, replace(observed, inline=why))
+        if config.pipeline.mode == "auto":
+            rank_zero_info(f"{type(self._module).__name__}: {inline_text(why)}")
+        return planned
 
     def _look_at_stages(self, config: ThreeDConfig) -> tuple[Observer, Observation]:
         observer, observed = self._look(config)

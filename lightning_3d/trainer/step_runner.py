@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import PlanError, SplitError, TraceError
+from lightning_3d.pipeline.attempt import StepFailed
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
-from lightning_3d.planning.inline_mode import naming_inline
+from lightning_3d.planning.inline_mode import inline_text, naming_inline, once_inline_text, reason_of
+from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.pytree import tree_map
-from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.gradients import Gradients
+
+TRAINING = "training_step"
 
 
 class StepRunner(Protocol):
@@ -54,7 +57,10 @@ class StepRunner(Protocol):
         """Called when an optimizer has used the gradients."""
 
     engine: PipelineEngine | None = None
-    """Runs the microbatches, where there are any."""
+    """Runs the microbatches of training, where there are any."""
+
+    inline: Mapping[str, str] = {}
+    """Names of steps that have come to run inline -> why."""
 
 
 class WholeModelRunner(StepRunner):
@@ -79,7 +85,7 @@ class WholeModelRunner(StepRunner):
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         self._zero.set_accumulating(accumulating)
         self._steps_by_hand = not self._module.automatic_optimization
-        output = self._run("training_step", batch, rest, number=number)
+        output = self._run(TRAINING, batch, rest, number=number)
         if not self._module.automatic_optimization:
             self._steps_by_hand = False
             self._zero.leave_step()
@@ -116,13 +122,17 @@ class WholeModelRunner(StepRunner):
 
 
 class PipelineRunner(StepRunner):
-    """Runs steps in microbatches, forward and backward together.
+    """Runs steps in microbatches, forward and backward together; inline where these can't.
+
+    A training step that fails in microbatches runs inline, and all that follow do if it was the first, or fails again.
+    Evaluations of its kind do at once.
 
     Args:
         randomness: Of steps.
-        whole: The model is whole on every rank inside of the context that it gives.
+        mode: ``pipeline.mode``: whether training steps may run inline.
+        fallback: Runs steps inline.
         splits_backward: Whether the schedule computes gradients of weights apart from those of inputs.
-        loss_scale: Gives the factor of the losses whose backward comes.
+        precision: Scales losses.
     """
 
     def __init__(
@@ -132,61 +142,89 @@ class PipelineRunner(StepRunner):
         engine: PipelineEngine,
         gradients: Gradients,
         *,
-        randomness: StepRandomness,
-        whole: Callable[[], AbstractContextManager[None]],
+        mode: str,
+        fallback: WholeModelRunner,
         splits_backward: bool,
-        loss_scale: Callable[[], float],
+        precision: ThreeDPrecision,
         heads: FusedHeads,
     ) -> None:
-        self._heads = heads
-        self._loss_scale = loss_scale
+        self._heads, self._mode = heads, mode
+        self._precision, self._fallback = precision, fallback
         self._module, self._zero, self._gradients = module, zero, gradients
         self.engine = self._engine = engine
         self._splits_backward = splits_backward
         self._pending = PendingGradients(zero)
-        self._randomness, self._whole = randomness, whole
-        self._unfollowed: set[str] = set()  # evaluations that stages can't run
+        self._has_trained = self._has_failed = False  # whether training steps have, in microbatches
+        self._is_inline = False  # the present step
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
-        loss_scale = self._loss_scale()
+        self._is_inline = TRAINING in self.inline
+        if not self._is_inline:
+            try:
+                return self._train_in_microbatches(batch, rest, number=number)
+            except StepFailed as error:
+                failed = error
+            self._zero.abandon_step()
+            self._pending.abandon()
+            self._leave(TRAINING, failed, is_final=self._has_failed or not self._has_trained)
+            self._is_inline = self._has_failed = True
+        self._precision.scales_itself = True
+        return self._fallback.train(batch, rest, number=number, accumulating=accumulating)
+
+    def _train_in_microbatches(self, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
+        self._precision.scales_itself = False
         self._pending.begin()
         self._zero.begin_step(splits_backward=self._splits_backward)
-        try:
-            with self._heads.on():
-                output = self._engine.run(
-                    "training_step", batch, rest, number=number, backward=True, loss_scale=loss_scale
-                )
-        except (PlanError, SplitError, TraceError) as error:
-            naming_inline(error)
-            raise
+        with self._heads.on():
+            output = self._engine.run(
+                TRAINING, batch, rest, number=number, backward=True, loss_scale=self._precision.loss_scale
+            )
         self._zero.end_step()
         self._gradients.sum_shared()
+        self._has_trained = True
         loss = self._pending.hold(loss_of(output))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
-        """In stages; where these can't follow the step, on every rank with the whole model."""
-        if name not in self._unfollowed:
+        if name not in self.inline:
             try:
                 with self._heads.on():
                     return self._engine.run(name, batch, rest, number=number, backward=False)
-            except TraceError as error:
-                if not error.lacks_data:
-                    raise
-                self._unfollowed.add(name)
-                rank_zero_warn(
-                    f"{name} can't run in pipeline stages. For each of its batches every rank now gathers the whole"
-                    f" model, and runs the whole step. {error}"
-                )
+            except StepFailed as error:
+                failed = error
             finally:
                 self._zero.settle()
-        with self._whole(), self._randomness.replica(number), world_collectives_refused():
-            return getattr(self._module, name)(batch, *rest)
+            self._leave(name, failed, is_final=True)
+        return self._fallback.evaluate(name, batch, rest, number=number)
+
+    def _leave(self, name: str, failed: StepFailed, *, is_final: bool) -> None:
+        """Say that a step runs inline, or raise why it does not.
+
+        Args:
+            is_final: Whether all that follow do, too.
+        """
+        error = failed.error
+        if not failed.is_undone:
+            error.add_note("It does not run inline, as a block has changed a buffer that the step before left alone.")
+        is_refused = not failed.is_undone or isinstance(error, torch.OutOfMemoryError)
+        if is_refused or (name == TRAINING and self._mode == "microbatched"):
+            raise naming_inline(error, self._mode) if name == TRAINING else error
+        why = f"as stages can't follow it. {reason_of(error)}"
+        if is_final:
+            self.inline = {**self.inline, name: why}
+            self.engine = None if name == TRAINING else self.engine
+        text = inline_text(why) if is_final else once_inline_text(why)
+        rank_zero_info(f"{type(self._module).__name__}.{name}: {text}")
 
     @contextmanager
     def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
+        if self._is_inline:
+            with self._fallback.around_backward(loss, accumulating=accumulating):
+                yield
+            return
         yield  # the backward has run; Lightning's puts the gradients in place
         self._pending.check_released()
 
     def after_optimizer_step(self) -> None:
         self._pending.used = zeroes_unseen(self._module.trainer, self._module)
+        self._fallback.after_optimizer_step()

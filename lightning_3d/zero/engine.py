@@ -117,6 +117,18 @@ class Zero(ABC):
     def end_step(self) -> None:
         """After the microbatches: reduce the gradients that are not reduced yet."""
 
+    def sit_out(self, blocks: Sequence[nn.Module]) -> bool:
+        """In a pipeline step that has failed on this rank: take part in what others do as they call these blocks.
+
+        Returns:
+            Whether it can; whole weights take nothing.
+        """
+        return True
+
+    @abstractmethod
+    def abandon_step(self) -> None:
+        """In place of `end_step`, on all ranks, where the step has failed on some: drop its gradients."""
+
     @abstractmethod
     def set_accumulating(self, accumulating: bool) -> None:
         """Without a pipeline: whether the next backward is followed by another before the optimizer's step."""

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.torch_internals.fsdp import gather_in_backward, reset
+from lightning_3d.torch_internals.fsdp import drop_gradients, gather_in_backward, reset
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -199,6 +199,26 @@ class FullySharded(Zero):
         self._reads.reduce()
         if self._reducer is not None:
             self._reducer.flush()
+
+    @override
+    def sit_out(self, blocks: Sequence[nn.Module]) -> bool:
+        if not self._reads.keeps and self._replicas.num_shards > 1:  # they gather and reduce at each call
+            return False
+        for unit in (self._fsdp, *blocks):
+            if isinstance(unit, FSDPModule):
+                unit.unshard()
+        return True
+
+    @override
+    def abandon_step(self) -> None:
+        self._keeps_graph = self._reads.keeps = False
+        self._set(keeps=False)
+        self._fsdp.set_is_last_backward(True)
+        self._reads.drop()
+        for unit in self._units:
+            drop_gradients(unit)
+        reset(self._fsdp, ())
+        self.take_gradients()
 
     @override
     def set_accumulating(self, accumulating: bool) -> None:

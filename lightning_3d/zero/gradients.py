@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -72,9 +72,16 @@ class Gradients:
         return total.pow(1.0 / norm_type)
 
     @torch.no_grad()
-    def sum_shared(self) -> None:
-        """Sum the gradients of tied and glue parameters over the stages that hold them; those of none stay None."""
-        for stages, parameters in self._shared.items():
+    def sum_shared(self, among: Collection[nn.Parameter] | None = None) -> None:
+        """Sum the gradients of tied and glue parameters over the stages that hold them; those of none stay None.
+
+        Args:
+            among: Only of these; of all without it.
+        """
+        for stages, shared in self._shared.items():
+            parameters = shared if among is None else [parameter for parameter in shared if parameter in among]
+            if not parameters:
+                continue
             found = [self._zero.gradient(parameter) for parameter in parameters]
             local = [
                 torch.zeros_like(self._zero.shards[parameter].own(parameter)) if gradient is None else gradient

@@ -173,6 +173,11 @@ class OutsideReads:
         self._cached = {}
         parameters_of(self.gathered).clear()
 
+    def drop(self) -> None:
+        """Forget all that was read, and its gradients."""
+        self.forget()
+        self._read, self._gradients = {}, {}
+
     @torch.no_grad()
     def reduce(self) -> None:
         """Reduce the gradients of all that was read; every replica calls it."""

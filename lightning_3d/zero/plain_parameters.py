@@ -144,9 +144,11 @@ class PlainParameters(Zero):
             return
         reducer.collect()
         reducer.is_on = True
-        yield
-        reducer.is_on = False
-        reducer.launch_rest()
+        try:
+            yield
+        finally:  # the other replicas do
+            reducer.is_on = False
+            reducer.launch_rest()
 
     @override
     def end_step(self) -> None:
@@ -155,6 +157,11 @@ class PlainParameters(Zero):
                 reducer.collect()
             else:
                 reducer.flush()
+
+    @override
+    def abandon_step(self) -> None:
+        self.end_step()
+        self.take_gradients()
 
     @override
     def set_accumulating(self, accumulating: bool) -> None:

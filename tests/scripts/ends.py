@@ -33,6 +33,7 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "pp 2": {"pipeline_parallel_size": 2},
     "dp 2": {},
     "tp 2": {"tensor_parallel_size": 2},
+    "pp 2 microbatched": {"pipeline_parallel_size": 2, "pipeline": {"mode": "microbatched"}},
     "pp 2 inline": {"pipeline_parallel_size": 2, "pipeline": {"mode": "inline"}},
     "pp 2 x dp 2 inline": {"pipeline_parallel_size": 2, "data_parallel_size": 2, "pipeline": {"mode": "inline"}},
 }

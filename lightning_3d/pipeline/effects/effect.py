@@ -95,6 +95,9 @@ class Effect:
             is_own: Whether that was on this rank.
         """
 
+    def undo(self) -> None:
+        """In place of ``apply``, where the step has failed: leave nothing of it, also of what ``join`` did."""
+
 
 C = TypeVar("C")
 

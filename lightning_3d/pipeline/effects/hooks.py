@@ -49,6 +49,10 @@ class LazyHooks(Effect):
             registry[key] = hook
         self._traced = []
 
+    @override
+    def undo(self) -> None:
+        self._traced = []
+
     def _registries(self) -> Iterator[dict[int, Any]]:
         for module in self._module.modules():
             yield from forward_hook_registries(module)

@@ -56,6 +56,7 @@ class Metrics(NotedCalls[MetricCall]):
         super().__init__(router)
         self._module, self._metrics = module, metrics_of(module)
         self._is_inside = False  # of a metric's own code, which may call other metrics
+        self._before: Snapshot | None = None  # of the metrics that `join` updated
 
     @property
     @override
@@ -103,9 +104,11 @@ class Metrics(NotedCalls[MetricCall]):
         touched = {id(inner) for call in calls for inner in self._metrics[call.fqn].modules()}
         updated = {fqn: metric for fqn, metric in self._metrics.items() if id(metric) in touched}
         before = {fqn: _state(metric) for fqn, metric in updated.items()}
-        for call in calls:
-            metric = self._metrics[call.fqn]
-            (metric if call.method == "forward" else getattr(metric, call.method))(*call.args, **call.kwargs)
+        self._before = Snapshot(inner for metric in updated.values() for inner in metric.modules()) if calls else None
+        with attributes_replaced(self, {"_is_inside": True}):
+            for call in calls:
+                metric = self._metrics[call.fqn]
+                (metric if call.method == "forward" else getattr(metric, call.method))(*call.args, **call.kwargs)
         return {fqn: _changes(before[fqn], _state(metric)) for fqn, metric in updated.items()}
 
     @override
@@ -117,6 +120,13 @@ class Metrics(NotedCalls[MetricCall]):
                 is_appended = isinstance(value, _Appended)
                 moved = tree_map_only(Tensor, lambda leaf: leaf.to(device), value.entries if is_appended else value)
                 own[name] = [*own[name], *moved] if is_appended else moved
+        self._before = None
+
+    @override
+    def undo(self) -> None:
+        if self._before is not None:
+            self._before.restore()
+        self._before = None
 
 
 @contextmanager

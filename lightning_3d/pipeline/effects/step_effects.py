@@ -135,6 +135,12 @@ class StepEffects:
             for of_stage, is_own in joined:
                 effect.apply(of_stage[i], is_own=is_own)
 
+    def undo(self) -> None:
+        """Leave nothing of a step that has failed, inside of `begin`."""
+        for effect in self._effects:
+            effect.undo()
+        self._found.clear()
+
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Study steps inside, on this rank alone: nothing that they do stays."""

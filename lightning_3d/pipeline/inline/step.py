@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.pipeline.inline.exchange import Exchange, Shown, versions_of
-from lightning_3d.pipeline.inline.weights import BlockWeights
+from lightning_3d.pipeline.inline.weights import BlockWeights, has_given_weights
 from lightning_3d.torch_internals.autograd import is_in_backward
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trace.interception import Router, hidden_calls_seen
@@ -64,12 +64,13 @@ class InlineStep:
     def __init__(self, module: LightningModule, router: Router, exchange: Exchange, homes: Mapping[str, int]) -> None:
         self._module = module
         self._router, self._exchange, self._homes = router, exchange, homes
-        self.weights = BlockWeights(router.blocks, homes, exchange)
+        self.weights = BlockWeights(module, router.blocks, homes, exchange)
         self._is_checkpointing = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Run a step inside."""
+        self._router.unguard()
         self._router.step = self
         try:
             # One thread makes all nodes, also those of gradients of gradients: see [Note: the order of messages].
@@ -101,6 +102,9 @@ class InlineStep:
         if is_in_backward():  # computed again, where it is
             return call(*args, **kwargs)
         fqn, block = runner.fqn, runner.block
+        if has_given_weights(block):  # which code around it has made, on all ranks
+            with runner.aside():
+                return block(*args, **kwargs)
         step, self._router.step = self._router.step, None
         try:
             run = partial(self._run, runner, call)

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.inline.exchange import Exchange
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.modules import attributes_replaced, parameters_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +31,40 @@ class _Owner:
     """Index on the pp axis of the rank that has it."""
 
 
+def has_given_weights(block: nn.Module) -> bool:
+    """Whether something else stands in place of a parameter, as ``torch.func.functional_call`` puts it there."""
+    if isinstance(block, FSDPModule):  # its hooks do
+        return False
+    return any(_is_given(module, name) for module in block.modules() for name in parameters_of(module))
+
+
+def _is_given(module: nn.Module, name: str) -> bool:
+    value: Tensor | None = parameters_of(module).get(name)
+    return value is not None and not isinstance(value, nn.Parameter)
+
+
 class BlockWeights:
     """Answers reads of tensors of blocks in a step, and gradients with respect to them.
 
     Args:
+        module: The user's, some of whose parameters may be those of a block.
         blocks: FQN -> block.
         homes: FQN of a block -> index on the pp axis of the rank that has it.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], homes: Mapping[str, int], exchange: Exchange) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: Mapping[str, nn.Module], homes: Mapping[str, int], exchange: Exchange
+    ) -> None:
         self._exchange = exchange
         owners = [(_Owner(fqn=fqn, home=homes[fqn]), block) for fqn, block in blocks.items()]
-        self._owners = {module: owner for owner, block in owners for module in block.modules()}
+        self._owners = {inner: owner for owner, block in owners for inner in block.modules()}
         self._parameters = {parameter: owner for owner, block in owners for parameter in block.parameters()}
+        self._tied = {
+            (inner, name): self._parameters[parameter]
+            for inner in module.modules()
+            for name, parameter in parameters_of(inner).items()
+            if inner not in self._owners and parameter in self._parameters
+        }
         self._read: dict[tuple[nn.Module, str], Tensor] = {}  # since a step began, or an optimizer stepped
 
     def forget(self) -> None:
@@ -61,10 +83,12 @@ class BlockWeights:
 
         def shown(module: nn.Module, name: str) -> Any:
             value = read(module, name)
-            if not isinstance(value, Tensor) or module not in self._owners or not is_in_glue():
+            owner = self._owner_of(module, name) if isinstance(value, Tensor) else None
+            if owner is None or _is_given(module, name) or not is_in_glue():
                 return value
+            assert isinstance(value, Tensor)
             if (module, name) not in self._read:
-                self._read[module, name] = self._exchange.read(value, self._owners[module].home)
+                self._read[module, name] = self._exchange.read(value, owner.home)
             return self._read[module, name]
 
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +109,10 @@ class BlockWeights:
     def _owner(self, tensor: Any) -> _Owner | None:
         if isinstance(tensor, nn.Parameter) and tensor in self._parameters:
             return self._parameters[tensor]
-        return next((self._owners[module] for (module, _), read in self._read.items() if read is tensor), None)
+        return next((self._owner_of(*slot) for slot, read in self._read.items() if read is tensor), None)
+
+    def _owner_of(self, module: nn.Module, name: str) -> _Owner | None:
+        return self._owners.get(module) or self._tied.get((module, name))
 
     def _gradients(
         self,
