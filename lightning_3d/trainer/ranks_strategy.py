@@ -26,6 +26,7 @@ from lightning_3d.distributed.mesh import (
     warn_of_slow_groups,
 )
 from lightning_3d.distributed.objects import broadcast_object, default_backends
+from lightning_3d.distributed.replica_world import replica_world
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
@@ -169,6 +170,8 @@ class RanksStrategy(ParallelStrategy):
             shard_size=zero.shard_size,
             timeout=self._timeout,
         )
+        if shape.is_model_parallel:
+            self._session.enter_context(replica_world(self._mesh))
 
     def _connect(self, shape: MeshShape) -> None:
         self._process_group_backend = self._process_group_backend or default_backends(self.root_device)

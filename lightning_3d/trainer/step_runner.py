@@ -20,7 +20,6 @@ from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.pytree import tree_map
-from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.gradients import Gradients
@@ -180,7 +179,7 @@ class PipelineRunner(StepRunner):
                 )
             finally:
                 self._zero.settle()
-        with self._whole(), self._randomness.replica(number), world_collectives_refused():
+        with self._whole(), self._randomness.replica(number):
             return getattr(self._module, name)(batch, *rest)
 
     @contextmanager
