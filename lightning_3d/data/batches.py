@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.config.settings import BatchConfig
 from lightning_3d.data.peeking import Peeked, is_used_up, undisturbed
+from lightning_3d.data.replica_environment import replica_environment
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import broadcast_object
@@ -50,7 +51,7 @@ def example_batch(trainer: Trainer) -> Any:
         loaders = active_loaders(trainer)
         assert loaders is not None
     try:
-        with random_states_kept():
+        with random_states_kept(), replica_environment(trainer):
             if loaders.is_sequential:
                 return _first_batch(loaders.flat[0])
             return loaders.structured([_first_batch(loader) for loader in loaders.flat])

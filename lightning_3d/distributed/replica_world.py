@@ -9,8 +9,7 @@ them, are those of the dp axis. Calls by torch, Lightning and this package, and 
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -78,27 +77,6 @@ def replica_world(mesh: Mesh) -> Iterator[None]:
     over = _Replicas(mesh.group("dp"))
     with calls_answered((dist.get_rank, dist.get_world_size), over.ask), calls_answered(COLLECTIVES, over.call):
         yield
-
-
-@contextmanager
-def replica_environment(mesh: Mesh) -> Iterator[None]:
-    """Let ``RANK`` and ``WORLD_SIZE`` be those of the replica, as for datasets that go by them."""
-    new = environment_of(mesh)
-    before = {name: os.environ.get(name) for name in new}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def environment_of(mesh: Mesh) -> Mapping[str, str]:
-    """The environment of code that is to see the replicas in place of all ranks."""
-    return {"RANK": str(mesh.dp_rank), "WORLD_SIZE": str(mesh.shape.dp)}
 
 
 class _Replicas:
