@@ -289,6 +289,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
     @override
     def on_train_end(self) -> None:
         self._met.pass_point()
+        self.settle()
         if self._control is not None:
             self._control.heed_signals_together()
         self._checkpoints.is_training = False  # those of hooks that follow are not written in the background
@@ -345,10 +346,10 @@ class ThreeDStrategy(Configured, StepsStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._is_as_built:
             return super().lightning_module_state_dict()
-        parts = self._own_parts("a checkpoint was to be saved")
+        self._own_parts("a checkpoint was to be saved")
         self._met.meet(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
         self._met.pass_point()
-        parts.zero.settle()
+        self.settle()
         return self._checkpoints.model_state()
 
     @override

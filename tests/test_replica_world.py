@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed import all_reduce  # a name that nothing can be put under
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradients
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from lightning_3d.errors import BatchError
 from tests.models import TinyMLP, features
 from tests.parity import QUIET, Layout, assert_same_state, devices, fitted, whole_state
 from tests.workers import WorkerPools
@@ -27,7 +28,7 @@ LAYOUTS = [Layout(dp=2, tp=2), Layout(dp=2, pp=2, mode="inline")]
 
 
 def communicate(x: Tensor) -> list[Tensor]:
-    """What each function makes of a tensor, (8,), of every replica; those that leave something on one rank alone, there."""
+    """What each function makes of a tensor, (8,), of every replica."""
     rank, size = dist.get_rank(), dist.get_world_size()
     assert (dist.get_rank(dist.group.WORLD), dist.get_world_size(None)) == (rank, size)
     summed, sent, reduced = x.clone(), x.clone(), x.clone()
@@ -54,7 +55,7 @@ def communicate(x: Tensor) -> list[Tensor]:
 
 
 class Communicating(TinyMLP):
-    """Compares samples with those of all replicas (OpenCLIP), and follows loads and centres over them (DINO, experts)."""
+    """Compares samples with those of all replicas (OpenCLIP), and sums up loads and centres (DINO)."""
 
     loads: Tensor
     centre: Tensor
@@ -151,7 +152,7 @@ def samples_seen(layout: Layout, by: str, num_workers: int) -> list[int]:
     return module.seen
 
 
-SHARED = [(Layout(dp=2, tp=2), "group", 0), (Layout(dp=2, tp=2), "environment", 2), (Layout(pp=2, dp=2), "group", 2)]
+SHARED = [(Layout(dp=2, tp=2), "group", 0), (Layout(dp=2, tp=2), "environment", 2), (Layout(pp=2, dp=2), "group", 0)]
 
 
 def samples_seen_in() -> list[list[int]]:
@@ -164,3 +165,35 @@ def test_datasets_that_share_themselves_out_do_so_among_replicas(workers: Worker
         for rank, seen in enumerate(ranks):
             replica = rank // layout.tp % 2
             assert seen[number] == [replica, 2 + replica, 4 + replica, 6 + replica], (layout, rank)
+
+
+class Drifting(Dataset[tuple[Tensor, ...]]):
+    """Draws other augmentation on each rank from a sample on."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.shift = first, float(os.environ["LOCAL_RANK"])
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x = torch.full((8,), float(index)) + (self.shift if index >= self.first else 0)
+        return x, x[:4]
+
+
+def steps_until_told(first: int) -> tuple[int, str]:
+    layout = Layout(tp=2)
+    where = {**QUIET, **devices(layout), "max_epochs": 1, "enable_checkpointing": False}
+    trainer = L.Trainer(strategy=layout.strategy(), **where)
+    try:
+        trainer.fit(TinyMLP(), DataLoader(Drifting(first), batch_size=8))
+    except BatchError as error:
+        return trainer.global_step, str(error)
+    return trainer.global_step, ""
+
+
+def test_batches_that_begin_to_differ_end_the_run_one_step_later(workers: WorkerPools) -> None:
+    for first, steps in ((40, 6), (56, 8)):  # of the sixth batch of eight, and of the last
+        for told_after, told in workers(2).run(steps_until_told, first):
+            assert told_after == steps
+            assert "The ranks of model replica 0 got different batches in the last step, whose update is wrong" in told

@@ -43,8 +43,10 @@ _BY_NAME = [vars(dist)[name] for name in (*_RANK_ARGUMENTS, *_WITHOUT_RANKS) if 
 
 _DIFFERENTIABLE = frozenset(
     getattr(differentiable, name)
-    for name in ("all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter")
-    + ("broadcast", "gather", "reduce", "scatter")
+    for name in (
+        *("all_gather", "all_reduce", "all_to_all", "all_to_all_single"),
+        *("broadcast", "gather", "reduce", "reduce_scatter", "scatter"),
+    )
 )
 
 COLLECTIVES: frozenset[FunctionType] = frozenset(
@@ -108,9 +110,7 @@ class _Replicas:
         run = self._runs.setdefault(original, _named(original))
         return handle_torch_function(run, tensors, tensors[0], args, kwargs)
 
-    def _over_replicas(
-        self, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _over_replicas(self, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The same arguments, with ranks and group those of the dp axis."""
         given = dict(_signature(original).bind(*args, **kwargs).arguments, group=self._group)
         name = _RANK_ARGUMENTS.get(original.__name__)

@@ -1,7 +1,7 @@
 """Answering the calls of Python functions, whoever holds them and by whatever name: their code is replaced.
 
-Code that was given ``torch.distributed.all_reduce`` earlier, as by ``from torch.distributed import all_reduce`` or in an
-attribute, does not see another function put under that name.
+Code that was given ``torch.distributed.all_reduce`` earlier, as by ``from torch.distributed import all_reduce``, does
+not see another function put under that name.
 """
 
 from __future__ import annotations
