@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch.distributed.nn.functional import all_gather as all_gather_with_gradie
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradients
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lightning_3d.errors import BatchError
+from lightning_3d.errors import BatchError, RankError, StepError
 from tests.models import TinyMLP, features
 from tests.parity import QUIET, Layout, assert_same_state, devices, fitted, whole_state
 from tests.workers import WorkerPools
@@ -197,3 +198,25 @@ def test_batches_that_begin_to_differ_end_the_run_one_step_later(workers: Worker
         for told_after, told in workers(2).run(steps_until_told, first):
             assert told_after == steps
             assert "The ranks of model replica 0 got different batches in the last step, whose update is wrong" in told
+
+
+class Stopping(TinyMLP):
+    """Wants to stop by what one replica alone sees."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+def stopped(layout: Layout) -> str:
+    with pytest.raises((StepError, RankError)) as raised:
+        fitted(layout, Stopping, data=features, batches=6, epochs=1)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=str)
+def test_one_rank_that_stops_alone_is_named(workers: WorkerPools, layout: Layout) -> None:
+    told = workers(2).run(stopped, layout, timeout=30)
+    assert "rank 0 came to the end of training, as by trainer.should_stop = True" in told[0]
+    assert "Rank 1 has gone on without it" in told[0]

@@ -120,6 +120,23 @@ _ITERATES = ((CombinedLoader, "__iter__"), (CombinedLoader, "__next__"))
 """By which Lightning's loops begin to iterate, which starts workers, and fetch a batch."""
 
 
+@contextmanager
+def called_before_stops(trainer: Trainer, call: Callable[[], None]) -> Iterator[None]:
+    """Let this be called where a fit is about to heed ``should_stop``: after a batch, and after its validation."""
+    loop = trainer.fit_loop.epoch_loop
+    end = loop.on_advance_end
+
+    def on_advance_end(fetcher: Fetcher) -> None:
+        if trainer.should_stop:  # before a validation, which it brings about
+            call()
+        end(fetcher)
+        if trainer.should_stop:
+            call()
+
+    with attributes_replaced(loop, {"on_advance_end": on_advance_end}):
+        yield
+
+
 def logging_step(trainer: Trainer) -> int:
     """The step that Lightning tells loggers with what a module logs."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
