@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -36,10 +35,12 @@ _RANK_ARGUMENTS = {
 _WITHOUT_RANKS = (
     *("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
     *("all_gather", "all_gather_coalesced", "all_gather_single", "all_gather_into_tensor", "all_gather_object"),
-    *("all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+    *("all_to_all", "all_to_all_single"),
 )
 
-_BY_NAME = [vars(dist)[name] for name in (*_RANK_ARGUMENTS, *_WITHOUT_RANKS) if name in vars(dist)]
+_BARRIERS = ("barrier", "monitored_barrier")
+
+_BY_NAME = [vars(dist)[name] for name in (*_RANK_ARGUMENTS, *_WITHOUT_RANKS, *_BARRIERS) if name in vars(dist)]
 
 _DIFFERENTIABLE = frozenset(
     getattr(differentiable, name)
@@ -49,8 +50,8 @@ _DIFFERENTIABLE = frozenset(
     )
 )
 
-COLLECTIVES: frozenset[FunctionType] = frozenset(
-    {*_BY_NAME, *HIDDEN_COLLECTIVES, *_DIFFERENTIABLE, dist.P2POp.__init__}  # type: ignore[misc]  # which is a function
+COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
+    {*_BY_NAME, *HIDDEN_COLLECTIVES, *_DIFFERENTIABLE, dist.P2POp.__init__}
 )
 """The functions that communicate."""
 
@@ -90,17 +91,18 @@ class _Replicas:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._runs: dict[FunctionType, Callable[..., Any]] = {}
+        self._runs: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def ask(self, caller: str, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ask(self, caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``get_rank`` or ``get_world_size``."""
         if is_users(caller) and is_over_all(original, args, kwargs):
             return original(self._group)
         return original(*args, **kwargs)
 
-    def call(self, caller: str, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A collective. What is not there as a whole, as an output of a block on shards, is made whole for it."""
-        if not is_users(caller) or not is_over_all(original, args, kwargs):
+        stays = original.__name__ in _BARRIERS  # of all ranks: more than one of the replicas, and as good
+        if stays or not is_users(caller) or not is_over_all(original, args, kwargs):
             return original(*args, **kwargs)
         if original.__module__ != differentiable.__name__:  # which call the others, here and in their backwards
             args, kwargs = (), self._over_replicas(original, args, kwargs)
@@ -110,7 +112,9 @@ class _Replicas:
         run = self._runs.setdefault(original, _named(original))
         return handle_torch_function(run, tensors, tensors[0], args, kwargs)
 
-    def _over_replicas(self, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _over_replicas(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """The same arguments, with ranks and group those of the dp axis."""
         given = dict(_signature(original).bind(*args, **kwargs).arguments, group=self._group)
         name = _RANK_ARGUMENTS.get(original.__name__)
@@ -121,7 +125,7 @@ class _Replicas:
         return given
 
 
-def _named(original: FunctionType) -> Callable[..., Any]:
+def _named(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function for modes of torch functions: always the same, as they keep what they find out about it."""
 
     def run(first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 
 
 @contextmanager
-def calls_answered(functions: Iterable[FunctionType], answer: Answer) -> Iterator[None]:
+def calls_answered(functions: Iterable[Callable[..., Any]], answer: Answer) -> Iterator[None]:
     """Show the calls of these functions inside to ``answer``; to the innermost one where several are active."""
     before = {function: function.__code__ for function in functions}
     try:
@@ -30,7 +30,7 @@ def calls_answered(functions: Iterable[FunctionType], answer: Answer) -> Iterato
             function.__code__ = code
 
 
-def _answer(answer: Answer, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(answer: Answer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     caller = str(sys._getframe(2).f_globals.get("__name__"))  # beyond the code that took the place of the function's
     return answer(caller, original, args, kwargs)
 
@@ -47,7 +47,7 @@ def _calling(call: Callable[..., Any], code: CodeType) -> CodeType:
     return template.replace(co_consts=constants, co_freevars=code.co_freevars, co_name=code.co_name)
 
 
-def _copy(function: FunctionType) -> FunctionType:
+def _copy(function: Callable[..., Any]) -> FunctionType:
     name, defaults, closure = function.__name__, function.__defaults__, function.__closure__
     copy = FunctionType(function.__code__, function.__globals__, name, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__

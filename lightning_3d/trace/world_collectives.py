@@ -6,8 +6,8 @@ Only the stages that get to that line of the step would call them, each as often
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FunctionType
 from typing import Any
 
 from lightning_3d.distributed.replica_world import COLLECTIVES, is_over_all, is_users
@@ -20,11 +20,11 @@ def world_collectives_refused() -> AbstractContextManager[None]:
     """Raise inside for those that this thread calls."""
     thread = threading.get_ident()
 
-    def refuse(caller: str, original: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def refuse(caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_here = threading.get_ident() == thread and is_users(caller)
         if is_here and is_over_all(original, args, kwargs):
             raise TraceError(
-                f"{original.__module__}.{original.__name__} over all ranks was called in a step (at {user_frame()}),"
+                f"torch.distributed.{original.__qualname__} over all ranks was called in a step (at {user_frame()}),"
                 " but in microbatches not every stage gets to each line of it, and those that do for each microbatch."
                 " Use self.all_gather or self.trainer.strategy.reduce, or a hook, or pipeline.mode=inline, where"
                 " it goes over the replicas."
