@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed import all_reduce  # a name that nothing can be put under
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradients
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-from lightning_3d.errors import BatchError, RankError, StepError
+from lightning_3d.errors import BatchError
 from tests.models import TinyMLP, features
 from tests.parity import QUIET, Layout, assert_same_state, devices, fitted, whole_state
-from tests.workers import WorkerPools
+from tests.workers import WorkerError, WorkerPools
 
 Batch = tuple[Tensor, Tensor]
 
@@ -73,7 +73,7 @@ class Communicating(TinyMLP):
         everyone = torch.cat(all_gather_with_gradients(z))
         labels = torch.arange(len(z)) + dist.get_rank() * len(z)
         total = all_reduce_with_gradients(outputs.square().mean())
-        loss = F.cross_entropy(5 * z @ everyone.T, labels) + 0.1 * total / dist.get_world_size()
+        loss: Tensor = F.cross_entropy(5 * z @ everyone.T, labels) + 0.1 * total / dist.get_world_size()
         loads = F.one_hot(outputs.argmax(-1), 4).float().sum(0)
         dist.all_reduce(loads)
         self.loads += loads
@@ -209,14 +209,34 @@ class Stopping(TinyMLP):
         return super().training_step(batch, batch_idx)
 
 
-def stopped(layout: Layout) -> str:
-    with pytest.raises((StepError, RankError)) as raised:
-        fitted(layout, Stopping, data=features, batches=6, epochs=1)
-    return str(raised.value)
+def stopping(layout: Layout) -> None:
+    fitted(layout, Stopping, data=features, batches=6, epochs=1)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2)], ids=str)
-def test_one_rank_that_stops_alone_is_named(workers: WorkerPools, layout: Layout) -> None:
-    told = workers(2).run(stopped, layout, timeout=30)
-    assert "rank 0 came to the end of training, as by trainer.should_stop = True" in told[0]
-    assert "Rank 1 has gone on without it" in told[0]
+def test_one_rank_that_stops_alone_is_named(workers: WorkerPools) -> None:
+    told = r"rank 0 came to the end of training, as by trainer.should_stop = True, .* Rank 1 has gone on without it"
+    with pytest.raises(WorkerError, match=told):
+        workers(2).run(stopping, DDP)
+
+
+def resumed(batch_size: int) -> str:
+    """Save after two of the batches of an epoch that two replicas share out, and go on with one."""
+    data = features(48)
+    where: dict[str, Any] = {**QUIET, "devices": 2, "enable_checkpointing": False, "use_distributed_sampler": False}
+    first = L.Trainer(strategy=Layout(dp=2).strategy(), max_steps=2, **where)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, dist.get_rank(), shuffle=False)
+    first.fit(TinyMLP(), DataLoader(data, batch_size=4, sampler=sampler))
+    first.save_checkpoint("two.ckpt")
+    second = L.Trainer(strategy=Layout(tp=2).strategy(), max_epochs=1, **where)
+    try:
+        second.fit(TinyMLP(), DataLoader(data, batch_size=batch_size), ckpt_path="two.ckpt")
+    except BatchError as error:
+        return str(error)
+    return f"{second.global_step} steps"
+
+
+def test_other_samples_of_another_number_of_replicas_are_refused(workers: WorkerPools) -> None:
+    assert workers(2).run(resumed, 8) == ["6 steps"] * 2
+    for told in workers(2).run(resumed, 4):
+        assert "by 2 replicas (8 samples a batch, in their order), but this run has 1 (4 samples a batch" in told
+        assert "samples twice or never" in told
