@@ -44,6 +44,7 @@ from lightning_3d.parts.layout import (
 )
 from lightning_3d.planning.layouts import Choice
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.data_loops import called_before_stops
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.trainer.auto_layout import choose_layout
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
@@ -227,7 +228,12 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self._checkpoints.begin(trainer, self.mesh, self._parallel.zero)
         self.setup_precision_plugin()
         if self._control is not None and is_fit:
+            self._session.enter_context(called_before_stops(trainer, self._meet_at_end))
             self._control.heed_signals_together()
+
+    def _meet_at_end(self) -> None:
+        """Raise where this rank alone ends the fit, for which others would wait."""
+        self._met.meet(range(self.mesh.shape.world_size), "the end of training, as by trainer.should_stop = True")
 
     def _choose_layout(self, trainer: Trainer) -> None:
         """Choose it where nothing of it is set, for a model that is not parallel yet."""
@@ -294,7 +300,10 @@ class ThreeDStrategy(Configured, StepsStrategy):
 
     @override
     def on_train_end(self) -> None:
+        if self._module.trainer.should_stop:
+            self._meet_at_end()
         self._met.pass_point()
+        self.settle()
         if self._control is not None:
             self._control.heed_signals_together()
         self._checkpoints.is_training = False  # those of hooks that follow are not written in the background
@@ -351,10 +360,10 @@ class ThreeDStrategy(Configured, StepsStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._is_as_built:
             return super().lightning_module_state_dict()
-        parts = self._own_parts("a checkpoint was to be saved")
+        self._own_parts("a checkpoint was to be saved")
         self._met.meet(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
         self._met.pass_point()
-        parts.zero.settle()
+        self.settle()
         return self._checkpoints.model_state()
 
     @override

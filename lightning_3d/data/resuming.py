@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_3d.data.held_generators import generators_of_loaders, generators_of_modules
+from lightning_3d.data.sample_order import orders_of
 from lightning_3d.distributed.generator_states import packed, packed_states, unpack, unpacked_states
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import BatchError
@@ -63,6 +64,8 @@ class Resuming:
             "modules": {name: packed(held) for name, held in generators_of_modules(self._module).items()},
             "loaders": [packed(held) for held in self._of_loaders],
             "epoch": epoch,
+            "replicas": self._num_replicas,
+            "orders": self._orders(),
         }
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
@@ -84,12 +87,36 @@ class Resuming:
         elif self._trainer.fit_loop.is_resuming and not any(map(data_loops.keeps_place, loaders)):
             num_read = data_loops.num_read(self._trainer) if self._reads_again else 0
             if num_read:
+                if saved is not None:
+                    self._check_order(num_read, saved)
                 self._read_again(fetcher, num_read, None if saved is None else saved["epoch"])
                 go_on()
                 return
             self._iterate(fetcher)
         go_on()
         self._first = packed_states(self._generators.states())
+
+    @property
+    def _num_replicas(self) -> int:
+        replicas = self._trainer.distributed_sampler_kwargs
+        return 1 if replicas is None else int(replicas["num_replicas"])
+
+    def _orders(self) -> list[str | None]:
+        return orders_of(data_loops.training_loaders(self._trainer), self._num_replicas)
+
+    def _check_order(self, num: int, saved: Mapping[str, Any]) -> None:
+        """Raise where another number of replicas would not go on with the samples that are left of an epoch."""
+        then, now = saved.get("replicas", self._num_replicas), self._num_replicas  # older checkpoints do not have it
+        if then == now:
+            return
+        before, after = saved["orders"], self._orders()
+        if None in after or before != after:
+            told = [", ".join(order or "in an order of its own" for order in orders) for orders in (before, after)]
+            raise BatchError(
+                f"The checkpoint was saved after {num} batches of an epoch by {then} replicas ({told[0]}), but this run"
+                f" has {now} ({told[1]}): the rest of the epoch would have samples twice or never. Go on with {then}"
+                " replicas, or from the end of an epoch, or set batch.resume='restart' to begin the epoch anew."
+            )
 
     def _read_again(self, fetcher: data_loops.Fetcher, num: int, epoch: Mapping[str, Any] | None) -> None:
         rank_zero_info(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.utilities.types import _Stateful
@@ -12,6 +12,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
+from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_3d.torch_internals.modules import attributes_replaced
 
@@ -92,6 +95,45 @@ def around_fetches(trainer: Trainer, around: Callable[[], AbstractContextManager
             return original(of)
 
     with attributes_replaced(type(fetcher), {"__next__": fetch}):
+        yield
+
+
+@contextmanager
+def around_data(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let the hooks that set data up and make dataloaders, and all iteration over these, run inside of this."""
+    calls = ((call, "_call_setup_hook"), (_DataLoaderSource, "dataloader"), *_ITERATES)
+
+    def within(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with around():
+                return original(*args)
+
+        return run
+
+    with ExitStack() as stack:
+        for owner, name in calls:
+            stack.enter_context(attributes_replaced(owner, {name: within(getattr(owner, name))}))
+        yield
+
+
+_ITERATES = ((CombinedLoader, "__iter__"), (CombinedLoader, "__next__"))
+"""By which Lightning's loops begin to iterate, which starts workers, and fetch a batch."""
+
+
+@contextmanager
+def called_before_stops(trainer: Trainer, call: Callable[[], None]) -> Iterator[None]:
+    """Let this be called where a fit is about to heed ``should_stop``: after a batch, and after its validation."""
+    loop = trainer.fit_loop.epoch_loop
+    end = loop.on_advance_end
+
+    def on_advance_end(fetcher: Fetcher) -> None:
+        if trainer.should_stop:  # before a validation, which it brings about
+            call()
+        end(fetcher)
+        if trainer.should_stop:
+            call()
+
+    with attributes_replaced(loop, {"on_advance_end": on_advance_end}):
         yield
 
 

@@ -12,6 +12,7 @@ All ranks run the collectives of a group in the same order, so one thread can ru
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,11 @@ abort_process_group = distributed_c10d._abort_process_group
 
 object_device = distributed_c10d._get_object_coll_device
 """The type of the device by which a group exchanges objects: that of CPUs where it has a backend for them."""
+
+HIDDEN_COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
+    {distributed_c10d._all_gather_base, distributed_c10d._reduce_scatter_base}
+)
+"""What the differentiable collectives, norms of torch and older packages call in place of public ones."""
 
 _clients: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()
 

@@ -27,7 +27,7 @@ from lightning_3d.activations.recomputation import Recomputation
 from lightning_3d.activations.transfers import SideStreams
 from lightning_3d.compile.blocks import BlockCompiler
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.data.batches import BatchGuard
+from lightning_3d.data.batch_guard import BatchGuard
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica

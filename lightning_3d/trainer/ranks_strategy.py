@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.data.replica_environment import replica_environment
 from lightning_3d.distributed.mesh import (
     Mesh,
     MeshShape,
@@ -26,6 +27,7 @@ from lightning_3d.distributed.mesh import (
     warn_of_slow_groups,
 )
 from lightning_3d.distributed.objects import broadcast_object, default_backends
+from lightning_3d.distributed.replica_world import replica_world
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
@@ -33,6 +35,7 @@ from lightning_3d.ranks.restarts import store_of_start
 from lightning_3d.ranks.run_control import RunControl
 from lightning_3d.ranks.same_settings import check_same_settings
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.data_loops import around_data
 from lightning_3d.torch_internals.launchers import ForkLauncher, RunLauncher, ScriptLauncher, is_notebook
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
 from lightning_3d.trainer.requirements import refuse_offload
@@ -171,6 +174,9 @@ class RanksStrategy(ParallelStrategy):
             shard_size=zero.shard_size,
             timeout=self._timeout,
         )
+        if shape.is_model_parallel:
+            self._session.enter_context(replica_world(self._mesh))
+            self._session.enter_context(around_data(partial(replica_environment, self._module.trainer)))
 
     def _connect(self, shape: MeshShape) -> None:
         self._process_group_backend = self._process_group_backend or default_backends(self.root_device)

@@ -223,6 +223,7 @@ class StepsStrategy(RanksStrategy):
     def settle(self) -> None:
         """Wait for what the last step still communicates."""
         self._parts.zero.settle()
+        self._parts.guard.settle()
 
     def start_timeline(self) -> None:
         """Measure the pipeline steps that follow. Every rank calls it.

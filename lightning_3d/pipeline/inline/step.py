@@ -46,7 +46,6 @@ from lightning_3d.trace.side_outputs import (
     set_attribute,
     unpack_outputs,
 )
-from lightning_3d.trace.world_collectives import world_collectives_refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +90,8 @@ class InlineStep:
         self._router.step, self._in_backwards = self, [NO_BACKWARD]
         try:
             # One thread makes all nodes, also those of gradients of gradients: see [Note: the order of messages].
-            one_thread, refused = torch.autograd.set_multithreading_enabled(False), world_collectives_refused()
-            with one_thread, refused, hidden_calls_seen(self), self.weights.shown(self.is_in_glue):
+            one_thread = torch.autograd.set_multithreading_enabled(False)
+            with one_thread, hidden_calls_seen(self), self.weights.shown(self.is_in_glue):
                 yield
         finally:
             self._router.step = None

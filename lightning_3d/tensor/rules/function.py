@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.distributed.replica_world import CHANGING_COLLECTIVE, COLLECTIVE
+
 Function = Callable[..., Any]
 
 _MAX_NAMES = 4096
@@ -93,10 +95,10 @@ _CHOICES = frozenset(
 DECIDES = _CHOICES | _READS_DATA
 """Calls that choose among floating-point numbers, or make integers, booleans or Python's numbers of them."""
 
-ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
+ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS | {COLLECTIVE, CHANGING_COLLECTIVE}
 """Calls that run on full tensors, alike on all ranks, if no rule answers them.
 
-They draw random numbers, and are no dropout; or they read data, or have no rule for shards.
+They draw random numbers, and are no dropout; or they read data, communicate, or have no rule for shards.
 """
 
 MEMORY = frozenset(

@@ -1,0 +1,28 @@
+"""The order in which replicas share out the samples of an epoch, as far as it is the same for other numbers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+
+def orders_of(loaders: Sequence[Any], num_replicas: int) -> list[str | None]:
+    """For each loader, in words, which samples all replicas' batches number k have together; None where batches of
+    another number of replicas may have others: of iterable datasets, own samplers, shuffled by one replica's generator.
+    """
+    return [_order(loader, num_replicas) for loader in loaders]
+
+
+def _order(loader: Any, num_replicas: int) -> str | None:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return None
+    sampler: Any = loader.sampler
+    if type(sampler) is DistributedSampler:
+        order = f"shuffled by the seed {sampler.seed}" if sampler.shuffle else "in their order"
+    elif type(sampler) is SequentialSampler:
+        order = "in their order"
+    else:
+        return None
+    return f"{loader.batch_size * num_replicas} samples a batch, {order}"
