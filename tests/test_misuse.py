@@ -255,6 +255,7 @@ MISUSES = {
         model(training_step=reduces),
         "TraceError",
         rf"torch.distributed.all_reduce over all ranks was called in a step \(at .*{HERE}",
+        strategy=MICROBATCHED,
     ),
     "no loss": Misuse(
         model(training_step=nothing), "StepError", "training_step returned NoneType, not a loss. Return a 0-d tensor"

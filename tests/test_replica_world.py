@@ -137,7 +137,10 @@ class Sharing(TinyMLP):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         assert os.environ["RANK"] == str(dist.get_rank())
-        return DataLoader(Shared(self.by), batch_size=None, num_workers=self.num_workers)
+        context = "fork" if self.num_workers else None  # as on Linux; those of a pool would start a server first
+        return DataLoader(
+            Shared(self.by), batch_size=None, num_workers=self.num_workers, multiprocessing_context=context
+        )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.seen.append(int(batch[0][0, 0]))
@@ -153,7 +156,11 @@ def samples_seen(layout: Layout, by: str, num_workers: int) -> list[int]:
     return module.seen
 
 
-SHARED = [(Layout(dp=2, tp=2), "group", 0), (Layout(dp=2, tp=2), "environment", 2), (Layout(pp=2, dp=2), "group", 0)]
+SHARED = [
+    (Layout(dp=2, tp=2), "environment", 0),
+    (Layout(dp=2, tp=2), "group", 2),
+    (Layout(pp=2, dp=2), "environment", 2),
+]
 
 
 def samples_seen_in() -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What user code takes for the world: the replicas of the model, in every layout.
+"""The world that user code sees: the replicas of the model, in every layout.
 
 Under DDP the ranks of torch's default process group are the replicas, and code counts on that: gathered negatives, sums
 over all ranks, datasets that take every n-th sample. With a pipeline or tensor parallel several ranks hold one replica.

@@ -101,7 +101,7 @@ def around_fetches(trainer: Trainer, around: Callable[[], AbstractContextManager
 @contextmanager
 def around_data(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Let the hooks that set data up and make dataloaders, and all iteration over these, run inside of this."""
-    calls = ((call, "_call_setup_hook"), (_DataLoaderSource, "dataloader"), *_ITERATES)
+    calls = ((call, call._call_setup_hook), (_DataLoaderSource, _DataLoaderSource.dataloader), *_ITERATES)
 
     def within(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -111,12 +111,12 @@ def around_data(around: Callable[[], AbstractContextManager[None]]) -> Iterator[
         return run
 
     with ExitStack() as stack:
-        for owner, name in calls:
-            stack.enter_context(attributes_replaced(owner, {name: within(getattr(owner, name))}))
+        for owner, original in calls:
+            stack.enter_context(attributes_replaced(owner, {original.__name__: within(original)}))
         yield
 
 
-_ITERATES = ((CombinedLoader, "__iter__"), (CombinedLoader, "__next__"))
+_ITERATES = ((CombinedLoader, CombinedLoader.__iter__), (CombinedLoader, CombinedLoader.__next__))
 """By which Lightning's loops begin to iterate, which starts workers, and fetch a batch."""
 
 

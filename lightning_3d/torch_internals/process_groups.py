@@ -35,7 +35,7 @@ object_device = distributed_c10d._get_object_coll_device
 HIDDEN_COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
     {distributed_c10d._all_gather_base, distributed_c10d._reduce_scatter_base}
 )
-"""What the differentiable collectives, norms of torch and older packages call in place of public ones."""
+"""Collectives that torch's norms, differentiable collectives and older packages call in place of public ones."""
 
 _clients: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()
 

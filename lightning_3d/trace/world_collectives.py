@@ -24,7 +24,7 @@ def world_collectives_refused() -> AbstractContextManager[None]:
         is_here = threading.get_ident() == thread and is_users(caller)
         if is_here and is_over_all(original, args, kwargs):
             raise TraceError(
-                f"torch.distributed.{original.__qualname__} over all ranks was called in a step (at {user_frame()}),"
+                f"torch.distributed.{original.__name__} over all ranks was called in a step (at {user_frame()}),"
                 " but in microbatches not every stage gets to each line of it, and those that do for each microbatch."
                 " Use self.all_gather or self.trainer.strategy.reduce, or a hook, or pipeline.mode=inline, where"
                 " it goes over the replicas."
