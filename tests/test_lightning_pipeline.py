@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,8 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
-from tests.models import TinyMLP, features, reference_loader
+from lightning_3d.pipeline.schedule import Schedule
+from tests.models import TinyGPT, TinyMLP, features, reference_loader, tokens
 from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
 
@@ -137,3 +139,18 @@ def test_predictions_of_all_batches_in_order_on_every_rank(workers: WorkerPools)
     reference = workers(1).run(_predicted, None)[0]
     for rank, seen in enumerate(workers(2).run(_predicted, PIPELINE)):
         _compare(seen, reference, f"rank {rank}")
+
+
+# ------------------------------------------------------------------------------------------------------ many lengths
+
+
+def _schedules_after_lengths(layout: Layout) -> int:
+    batches = [tuple(tensor[:, :length] for tensor in tokens(4)[:]) for length in (4, 6, 8, 10, 12)]
+    settings = {**QUIET, "max_steps": len(batches), "enable_checkpointing": False}
+    trainer = L.Trainer(devices=layout.world_size, strategy=layout.strategy(), **settings)
+    trainer.fit(TinyGPT(), DataLoader(batches, batch_size=None))
+    return sum(isinstance(thing, Schedule) for thing in gc.get_objects())
+
+
+def test_batches_of_many_lengths_leave_two_schedules_with_their_buffers(workers: WorkerPools) -> None:
+    assert max(workers(2).run(_schedules_after_lengths, Layout(pp=2, num_microbatches=2))) <= 2

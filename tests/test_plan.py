@@ -66,11 +66,16 @@ def _traced(module: L.LightningModule, blocks: dict[str, nn.Module]) -> Trace:
 
 
 def _plan(
-    module: L.LightningModule, partition: str | Sequence[str] = "parameters", *, pp: int = 2, **settings: Any
+    module: L.LightningModule,
+    partition: str | Sequence[str] = "parameters",
+    *,
+    pp: int = 2,
+    tp: int = 1,
+    **settings: Any,
 ) -> Plan:
     config = ThreeDConfig.from_mapping({"pipeline_parallel_size": pp, "pipeline": {"partition": partition}, **settings})
     blocks = find_blocks(module, config.pipeline.partition)
-    return make_plan(module, blocks, _traced(module, blocks), config, MeshShape(pp=pp, dp=1, cp=1, tp=1), CPU)
+    return make_plan(module, blocks, _traced(module, blocks), config, MeshShape(pp=pp, dp=1, cp=1, tp=tp), CPU)
 
 
 def _text(plan: Plan) -> str:
@@ -139,6 +144,11 @@ def test_auto_balances_time_within_a_budget() -> None:
     assert "load in operations" in _text(plan)
     budgeted = wide(activations={"budget": 6.5 / 1024})  # of 9 MiB of state
     assert _stages(budgeted) == [["layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"]]
+    assert sum(stage.load for stage in budgeted.stages) == sum(stage.load for stage in plan.stages)
+    hopeless = wide(activations={"budget": 0.5 / 1024})  # less than any stage needs
+    assert sum(stage.load for stage in hopeless.stages) == sum(stage.load for stage in plan.stages)
+    sharded = wide(activations={"budget": 6.5 / 1024}, tp=2)  # each rank has half of every matrix
+    assert _stages(sharded) == _stages(plan)
 
 
 def test_auto_goes_by_parameters_where_a_block_needs_data() -> None:

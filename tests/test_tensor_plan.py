@@ -6,6 +6,7 @@ The blocks are those of tests/law, which trains them and compares what they send
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
+from lightning_3d.tensor.plan.planned_axis import Caused
+from lightning_3d.tensor.plan.replay import record_block, replay
+from lightning_3d.tensor.plan.simulate import Choice, simulate_block
 from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
 from tests.law.models import tensor as law
 from tests.law.models.spellings import Doubled
@@ -95,6 +99,25 @@ def test_what_blocks_send_and_share(plans: dict[str, BlockTensorPlan], name: str
     *counts, share = PLANNED[name]
     assert _counts(plans[name]) == tuple(counts), plans[name]
     assert share <= plans[name].sharded_share, plans[name]
+
+
+def _communicated(caused: Caused) -> tuple[str, int, list[str]]:
+    return caused.collective.kind, caused.collective.num_bytes, sorted(caused.cause.sources)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["by_view", "low_rank", "by_mask", "branching", "conformer", "conv_resnext"])
+def test_a_replay_tells_what_a_run_communicates(name: str, sequence_parallel: bool) -> None:
+    block, x = _blocks()[name]
+    record = record_block(block, (x,), {})
+    column = next(fqn for fqn, parameter in block.named_parameters() if parameter.dim() > 1)
+    for replicated in ({}, {column: "by hand"}):
+        options: dict[str, Any] = {"choice": Choice(replicated=replicated), "size": 2, "by_hand": {}}
+        options |= {"sequence_parallel": sequence_parallel, "unread": frozenset()}
+        told, ran = replay(record, **options), simulate_block(block, (x,), {}, **options)
+        for one, other in ((told.forward, ran.forward), (told.backward, ran.backward)):
+            assert sorted(map(_communicated, one)) == sorted(map(_communicated, other))
+        assert replace(told, forward=(), backward=()) == replace(ran, forward=(), backward=())
 
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any], dict[str, str]]] = {

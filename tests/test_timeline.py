@@ -20,16 +20,28 @@ from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
 
 
+class Counting(ScheduleTimeline):
+    """Counts the pictures."""
+
+    num_drawn = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        before = self.timeline
+        super().on_train_batch_end(*args)
+        self.num_drawn += self.timeline is not before
+
+
 def _fit(layout: Layout, path: str) -> Timeline | None:
-    timeline = ScheduleTimeline(path, step=1)
+    timeline = Counting(path, step=1)
     settings = {
         **QUIET,
-        "max_steps": 3,
+        "max_steps": 5,  # of two epochs
         "enable_checkpointing": False,
         "callbacks": [Report(Path(path).with_suffix(".html")), timeline],
     }
     trainer = L.Trainer(devices=layout.world_size, strategy=layout.strategy(), **settings)
     trainer.fit(TinyGPT(), loader(tokens(24), global_batch_size=8))
+    assert timeline.num_drawn == 1
     return timeline.timeline
 
 

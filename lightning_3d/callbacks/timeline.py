@@ -29,6 +29,7 @@ class ScheduleTimeline(L.Callback):
 
         self._draw, self._save = timeline_figure, save
         self.path, self.step = Path(path), step
+        self._num_steps = 0  # of the run, which may have many epochs
         self.timeline: Timeline | None = None
         """The timeline that was drawn, on all ranks of the first pipeline."""
 
@@ -36,20 +37,22 @@ class ScheduleTimeline(L.Callback):
         strategy = trainer.strategy
         if not isinstance(strategy, ThreeDStrategy) or strategy.mesh.shape.pp == 1:
             raise StepError("ScheduleTimeline draws a pipeline: set strategy='3d' with pipeline_parallel_size > 1")
+        self._num_steps = 0
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == self.step:
+        if self._num_steps == self.step:
             self._strategy(trainer).start_timeline()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == self.step:
+        if self._num_steps == self.step:
             self.timeline = self._strategy(trainer).finish_timeline()
             if trainer.is_global_zero:
                 self._save(self._draw(self.timeline), self.path)
+        self._num_steps += 1
 
     @staticmethod
     def _strategy(trainer: L.Trainer) -> ThreeDStrategy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -23,19 +24,36 @@ def kind_of(block: nn.Module) -> Hashable:
     return type(block).__module__, type(block).__qualname__, repr(block), parameters
 
 
-def identity_of(fqn: str, block: nn.Module) -> Hashable:
-    """Equal for blocks of one kind that have equal attributes, too, and so compute the same.
+@dataclass(frozen=True, eq=False, slots=True)
+class Identity:
+    """Equal for blocks of one kind that have equal attributes, too, and so compute the same."""
 
-    A number that is the block's own place among its siblings, as ``layer_idx``, counts as equal for all of them.
-    """
+    kind: Hashable
+
+    attributes: tuple[tuple[str, str, Hashable, bool], ...]
+    """Path of the module, name, value, and whether that is the block's own place among its siblings, as `layer_idx`
+    is: it counts as equal for all of them. A number may be so by chance, where in another block it is just equal."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Identity) or self.kind != other.kind or len(self.attributes) != len(other.attributes):
+            return False
+        pairs = zip(self.attributes, other.attributes, strict=True)
+        return all(one[:2] == two[:2] and (one[2] == two[2] or (one[3] and two[3])) for one, two in pairs)
+
+    def __hash__(self) -> int:
+        return hash((self.kind, tuple((path, name) for path, name, _, _ in self.attributes)))
+
+
+def identity_of(fqn: str, block: nn.Module) -> Identity:
+    """What blocks that compute the same have in common."""
     places = {int(part) for part in fqn.split(".") if part.isdecimal()}
     attributes = tuple(
-        (prefix, name, "its place" if type(value) is int and value in places else _key(value))
-        for prefix, module in block.named_modules()
+        (path, name, _key(value), type(value) is int and value in places)
+        for path, module in block.named_modules()
         for name, value in vars(module).items()
         if name not in TORCH_ATTRIBUTES and not isinstance(value, BlockRunner)
     )
-    return kind_of(block), attributes
+    return Identity(kind_of(block), attributes)
 
 
 def _key(value: Any) -> Hashable:

@@ -48,6 +48,9 @@ from lightning_3d.trace.trace import Trace
 from lightning_3d.waits import Wait
 from lightning_3d.zero.engine import RankModule
 
+_MAX_SCHEDULES = 2
+"""Schedules are made in little time, and each holds memory for what it receives: one of training, one of evaluation."""
+
 
 def share(
     reports: list[StageReport],
@@ -345,4 +348,5 @@ class PipelineEngine:
             unsplit=self._unsplit,
         )
         kinds = tuple(part.kind for part in step.parts)
-        return cached(self._schedules, (step.backward, step.tail is None, forwards_first, kinds), make)
+        key = (step.backward, step.tail is None, forwards_first, kinds)
+        return cached(self._schedules, key, make, most=_MAX_SCHEDULES)

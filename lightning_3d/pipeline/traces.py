@@ -132,11 +132,11 @@ def _argument(i: int) -> str:
     return f"argument {i}"
 
 
-def cached(cache: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
-    """The value for this key, made if it is not among those used last."""
+def cached(cache: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T], *, most: int = _MAX_CACHED) -> T:
+    """The value for this key, made if it is not among the `most` that were used last."""
     if key not in cache:
-        cache[key] = make()
-        if len(cache) > _MAX_CACHED:
+        while len(cache) >= most:
             cache.popitem(last=False)
+        cache[key] = make()
     cache.move_to_end(key)
     return cache[key]

@@ -138,7 +138,7 @@ def _stage_plans(
         sent = flow.metas(flow.sent(stage))
         plans.append(
             StagePlan(
-                load=loads.of_stage(stage, start, stop),
+                load=loads.told(stage, start, stop),
                 num_sent=len(sent),
                 bytes_sent=sum(meta.num_bytes for meta in sent),
             )

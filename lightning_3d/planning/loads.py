@@ -32,6 +32,11 @@ class Loads:
     """How heavy a stage would be with some of the calls of blocks."""
 
     of_stage: StageLoad
+    """What the assignment makes small: above all times where a stage exceeds its memory."""
+
+    told: StageLoad
+    """In the unit."""
+
     unit: Unit
 
 
@@ -44,18 +49,22 @@ def find_loads(
     """
     calls = [call.name for call in trace.block_calls]
     if config.pipeline.partition == "uniform":
-        return Loads(of_stage=additive([1] * len(calls)), unit="calls")
+        return _plain(additive([1] * len(calls)), "calls")
     if config.pipeline.partition == "auto":
         measured = block_costs(blocks, trace, device)
         costs = {fqn: cost for fqn, cost in measured.items() if cost is not None}
         if len(costs) == len(measured):
-            times = _times(trace, costs)
+            times = within = _times(trace, costs)
             with suppress(RuntimeError):  # there are devices whose memory torch does not count
                 total = total_memory(device, shape.world_size)
                 memory = _memory([(blocks[fqn], costs[fqn]) for fqn in calls], config, shape)
-                times = _within(config.activations.budget_bytes(total, total), times, memory)
-            return Loads(of_stage=times, unit="operations")
-    return Loads(of_stage=additive([num_parameters(blocks[fqn]) for fqn in calls]), unit="parameters")
+                within = _within(config.activations.budget_bytes(total, total), times, memory)
+            return Loads(of_stage=within, told=times, unit="operations")
+    return _plain(additive([num_parameters(blocks[fqn]) for fqn in calls]), "parameters")
+
+
+def _plain(load: StageLoad, unit: Unit) -> Loads:
+    return Loads(of_stage=load, told=load, unit=unit)
 
 
 def num_parameters(block: nn.Module) -> int:
@@ -97,7 +106,7 @@ def _memory(calls: Sequence[tuple[nn.Module, BlockCost]], config: ThreeDConfig, 
     for call, (block, _) in enumerate(calls):
         state.append(0)
         for parameter in block.parameters():
-            num_bytes = _state_bytes(parameter, zero_stage=config.zero.stage, dp=shape.dp)
+            num_bytes = _state_bytes(parameter, zero_stage=config.zero.stage, shape=shape)
             state[-1] += num_bytes
             if parameter in latest:
                 repeated.append((call, latest[parameter], num_bytes))
@@ -114,13 +123,18 @@ def _memory(calls: Sequence[tuple[nn.Module, BlockCost]], config: ThreeDConfig, 
     return load
 
 
-def _state_bytes(parameter: Tensor, *, zero_stage: int, dp: int) -> int:
-    """Bytes of a parameter, its gradient and its optimizer state on one rank, before tensor parallel."""
-    weight = parameter.nbytes // (dp if zero_stage >= 3 else 1)
+def _state_bytes(parameter: Tensor, *, zero_stage: int, shape: MeshShape) -> int:
+    """Bytes of a parameter, its gradient and its optimizer state on one rank.
+
+    How tensor parallel shards a block is planned once its stage is known: here it shards all but vectors.
+    """
+    sharers = shape.tp if parameter.dim() > 1 else 1
+    weight = parameter.nbytes // sharers // (shape.dp if zero_stage >= 3 else 1)
     if not parameter.requires_grad:
         return weight
-    gradient = parameter.nbytes // (dp if zero_stage >= 2 else 1)
-    return weight + gradient + parameter.numel() * _STATE_BYTES // (dp if zero_stage >= 1 else 1)
+    gradient = parameter.nbytes // sharers // (shape.dp if zero_stage >= 2 else 1)
+    states = parameter.numel() * _STATE_BYTES // sharers // (shape.dp if zero_stage >= 1 else 1)
+    return weight + gradient + states
 
 
 def _num_in_flight(config: ThreeDConfig, stage: int, num_stages: int) -> int:

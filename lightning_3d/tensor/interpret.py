@@ -23,7 +23,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Partial, Placement, Shard, Whole
+from lightning_3d.tensor.placement import Partial, Placement, Shard, Sharded, Whole
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import (
     DECIDES,
@@ -100,11 +100,15 @@ class Interpreter(TorchFunctionMode):
         if any(isinstance(tensor, DTensor) for tensor in call.tensors):
             call = call.mapped(self._of_parameter)
         if not any(isinstance(tensor, ShardedTensor) for tensor in call.tensors):
-            return call.function(*call.args, **call.kwargs)
+            return self.run_plain(call)
         for rule in RULES.get(call.name, ()):
             if (local := rule(call, self.axis)) is not None:
                 return self.execute(call, local)
         return self.execute(call, self._other(call))
+
+    def run_plain(self, call: Call) -> Any:
+        """The result of a call without sharded tensors."""
+        return call.function(*call.args, **call.kwargs)
 
     def on_custom_function(
         self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -187,7 +191,7 @@ class Interpreter(TorchFunctionMode):
 
     def _read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
         """All of a tensor, whose gradient is the sum of what the ranks have; alike for all calls that read it."""
-        if isinstance(tensor, ShardedTensor) and self._is_slice_of_sequence(tensor):
+        if isinstance(tensor, ShardedTensor) and self.is_slice_of_sequence(tensor):
             gathered = self._sequence_of(tensor)
             contexts.append(gathered.not_saved())
             return gathered.whole
@@ -196,7 +200,7 @@ class Interpreter(TorchFunctionMode):
             return whole
         return self._entered.get(whole, lambda: collectives.enter(whole, self.axis))
 
-    def _is_slice_of_sequence(self, tensor: ShardedTensor) -> bool:
+    def is_slice_of_sequence(self, tensor: ShardedTensor) -> bool:
         return tensor.placement == Shard(SEQUENCE_DIM) and is_along(tensor, self.sequence)
 
     def _sequence_of(self, tensor: ShardedTensor) -> GatheredSequence:
@@ -209,7 +213,7 @@ class Interpreter(TorchFunctionMode):
         """A tensor that is sharded in any way as a plain one in its original order; a plain one as it is."""
         if not isinstance(tensor, ShardedTensor):
             return tensor
-        is_kept = not self._is_slice_of_sequence(tensor)
+        is_kept = not self.is_slice_of_sequence(tensor)
         return collectives.gather(tensor.own(), self.axis, tensor.placement, is_kept=is_kept)
 
     def gathered(self, output: Any, unread: frozenset[int]) -> Any:
@@ -237,7 +241,11 @@ class Interpreter(TorchFunctionMode):
             return self.sum(result, local)
         if isinstance(placement, Whole):
             return result
-        return ShardedTensor(result, self.axis, placement, is_weight=local.makes_weight)
+        return self.shard(result, placement, is_weight=local.makes_weight)
+
+    def shard(self, own: Tensor, placement: Sharded, *, is_weight: bool) -> Tensor:
+        """A sharded tensor of this rank's part."""
+        return ShardedTensor(own, self.axis, placement, is_weight=is_weight)
 
     def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
         """The sum of what the ranks computed, or this rank's slice of it along the sequence."""

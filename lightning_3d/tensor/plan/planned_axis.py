@@ -58,17 +58,17 @@ class PlannedAxis:
             self._cause = outer
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.forward.append(self._caused("all-reduce", tensor))
+        self.forward.append(self.caused("all-reduce", tensor))
         return tensor
 
     def all_gather(self, local: Tensor, dim: int) -> Tensor:
         every = torch.cat([local.contiguous()] * self.size)
         every = every if dim == 0 else torch.cat(every.chunk(self.size), dim)
-        self.forward.append(self._caused("all-gather", every))
+        self.forward.append(self.caused("all-gather", every))
         return every
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        self.forward.append(self._caused("reduce-scatter", tensor))
+        self.forward.append(self.caused("reduce-scatter", tensor))
         full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
         return full.chunk(self.size)[0].clone()
 
@@ -76,14 +76,15 @@ class PlannedAxis:
         return tensor.clone()
 
     def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
-        self._expected.append((result.grad_fn, self._caused(kind, tensor, is_backward=True)))
+        self._expected.append((result.grad_fn, self.caused(kind, tensor, is_backward=True)))
 
     def backward_of(self, outputs: Iterable[Tensor]) -> list[Caused]:
         """The collectives of the backward of these outputs."""
         nodes = reachable_nodes(outputs)
         return [caused for node, caused in self._expected if node in nodes]
 
-    def _caused(self, kind: Kind, tensor: Tensor, *, is_backward: bool = False) -> Caused:
+    def caused(self, kind: Kind, tensor: Tensor, *, is_backward: bool = False) -> Caused:
+        """A collective of a full tensor, with the present cause."""
         call, size = self._cause.call, self.size
         collective = Collective.of_full(kind, tensor.nbytes, call, size=size, is_backward=is_backward)
         return Caused(collective=collective, cause=self._cause)

@@ -1,6 +1,9 @@
 """Finding the tensor-parallel plan of a block: simulate it, and take back what costs more than it is worth.
 
-The first run shards all that it can (`simulate`): a column weight for each replicated activation, a row weight for each
+A block runs twice, unsharded for a record of its calls, and as planned; between, `replay` tells what each try would
+communicate.
+
+The first try shards all that it can (`simulate`): a column weight for each replicated activation, a row weight for each
 sharded one, which for an ordinary transformer block is Megatron's plan (Shoeybi et al. 2019,
 https://arxiv.org/abs/1909.08053). Fused weights are then sharded part by part (`placement`). Last, each sharding that
 communicates too much is tried without it:
@@ -26,7 +29,8 @@ from torch import nn
 from lightning_3d.tensor.axis import sent_bytes
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.plan.planned_axis import Caused
-from lightning_3d.tensor.plan.simulate import ChangedInPlace, Cut, Simulated, simulate_block
+from lightning_3d.tensor.plan.replay import record_block, replay
+from lightning_3d.tensor.plan.simulate import ChangedInPlace, Choice, Cut, Simulated, simulate_block
 from lightning_3d.tensor.plan.weights import named_parameters
 
 Simulate = Callable[[dict[str, str]], Simulated]
@@ -72,11 +76,12 @@ def plan_block(
         if any(parameter is other for other in excluded)
     }
     replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
+    search = _Search(size=size, parameters=named_parameters(block), replicated=replicated, by_hand=by_hand)
     try:
-        simulate = partial(simulate_block, block, args, kwargs, size=size, by_hand=by_hand)
-        simulate = partial(simulate, sequence_parallel=sequence_parallel, unread=unread)
-        search = _Search(size=size, parameters=named_parameters(block), replicated=replicated, by_hand=by_hand)
-        best = search.run(simulate)
+        told = partial(replay, record_block(block, args, kwargs), size=size, by_hand=by_hand)
+        found = search.run(partial(told, sequence_parallel=sequence_parallel, unread=unread))
+        run = partial(simulate_block, block, args, kwargs, choice=found.choice, size=size, by_hand=by_hand)
+        best = run(sequence_parallel=sequence_parallel, unread=unread)
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
@@ -99,24 +104,24 @@ class _Search:
     """FQN -> role, for weights that the search leaves alone."""
 
     def run(self, simulate: Callable[..., Simulated]) -> Simulated:
-        """Find the best plan."""
-        return self._improve(self._giving_way(lambda kept: self._group(partial(simulate, replicated=kept))))
+        """Find the best plan; `simulate` takes a `choice`."""
+        return self._improve(self._giving_way(partial(self._group, simulate)))
 
-    def _group(self, simulate: Callable[..., Simulated]) -> Simulated:
+    def _group(self, simulate: Callable[..., Simulated], replicated: dict[str, str]) -> Simulated:
         """Shard fused weights part by part, where that lowers the communicated bytes.
 
         Weights that the block cuts itself (``weight.chunk(3)``) come first, as they are else not sharded at all.
         """
-        best, part_sizes = simulate(part_sizes={}), PartSizes()
+        best, part_sizes = simulate(choice=Choice(replicated=replicated)), PartSizes()
         for fqn, edges in best.weight_cuts.items():
             if (sizes := _sizes(self.parameters[fqn].shape[0], edges, self.size)) is not None:
                 part_sizes[fqn] = sizes
         if part_sizes:
-            best = simulate(part_sizes=part_sizes)
+            best = simulate(choice=Choice(replicated=replicated, part_sizes=part_sizes))
         tried: list[PartSizes] = []
         while candidate := next((c for c in _groupings(best, part_sizes, self.size) if c not in tried), None):
             tried.append(candidate)
-            trial = simulate(part_sizes=part_sizes | candidate)
+            trial = simulate(choice=Choice(replicated=replicated, part_sizes=part_sizes | candidate))
             if trial.communicated_bytes < best.communicated_bytes:
                 part_sizes, best = part_sizes | candidate, trial
         return best

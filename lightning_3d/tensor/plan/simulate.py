@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Placement
+from lightning_3d.tensor.placement import Placement, Sharded
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
@@ -61,8 +61,22 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What a simulation leaves to its caller."""
+
+    replicated: Mapping[str, str]
+    """FQN -> reason, for weights that must not be sharded."""
+
+    part_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """FQN -> sizes of the parts of its output features, for weights that are sharded part by part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
     """The course of one run of a block."""
+
+    choice: Choice
+    """What it was given."""
 
     weights: tuple[WeightPlan, ...]
     """By parameter name, ties under every name."""
@@ -119,20 +133,15 @@ def simulate_block(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
+    choice: Choice,
     size: int,
-    replicated: Mapping[str, str],
     by_hand: Mapping[str, Role],
-    part_sizes: Mapping[str, tuple[int, ...]],
     sequence_parallel: bool,
     unread: frozenset[int],
 ) -> Simulated:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
 
-    Takes what `plan_block` takes, and:
-
-    Args:
-        replicated: FQN -> reason, for weights that must not be sharded.
-        part_sizes: FQN -> sizes of the parts of its output features, for weights that are sharded part by part.
+    Takes what `plan_block` takes, and a choice.
 
     Raises:
         ChangedInPlace: a call changes a sharded tensor in place and has no sharded form.
@@ -140,9 +149,13 @@ def simulate_block(
     """
     axis = PlannedAxis(size)
     with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
-        weights = Weights(fakes.parameters, replicated, by_hand, part_sizes, axis)
+
+        def shard(weight: Tensor, placement: Sharded) -> ShardedTensor:
+            return ShardedTensor(placement.own(weight, size, axis.rank), axis, placement, is_weight=True)
+
+        weights = Weights(fakes.parameters, choice.replicated, by_hand, choice.part_sizes, axis, shard)
         own_args, sequence = cut_sequence(fakes.args, axis) if sequence_parallel else (fakes.args, None)
-        simulation = _Simulation(weights, axis, sequence)
+        simulation = Simulation(weights, axis, sequence)
         seen = custom_functions_seen(simulation.on_custom_function)
         assumed = AssumedValues()
         with assumed, axis.caused_by(call="running statistics"), simulation.statistics, simulation, seen:
@@ -156,23 +169,10 @@ def simulate_block(
         backward = axis.backward_of(
             leaf for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in unread
         )
-    return Simulated(
-        weights=weights.plans(),
-        forward=tuple(axis.forward),
-        backward=tuple(backward),
-        is_sequence_parallel=sequence is not None,
-        routes=assumed.were_read or bool(weights.stacked),
-        unread=unread,
-        output_bytes=simulation.output_bytes,
-        stacked=weights.stacked,
-        weight_cuts=weights.cuts,
-        cuts=tuple(simulation.cuts),
-        view_cuts=tuple(simulation.view_cuts),
-        uneven_heads=frozenset(simulation.uneven_heads),
-    )
+    return simulation.simulated(choice, backward, unread, read_data=assumed.were_read)
 
 
-class _Simulation(Interpreter):
+class Simulation(Interpreter):
     """Decides weights at their first use, and follows which weights the sharding of a tensor comes from."""
 
     axis: PlannedAxis
@@ -184,32 +184,52 @@ class _Simulation(Interpreter):
         self.cuts: list[Cut] = []
         self.view_cuts: list[Cut] = []
         self.uneven_heads: set[str] = set()
-        self._weights = weights
+        self.weights = weights
+
+    def simulated(
+        self, choice: Choice, backward: Sequence[Caused], unread: frozenset[int], *, read_data: bool
+    ) -> Simulated:
+        """The course of the run, once it has ended."""
+        return Simulated(
+            choice=choice,
+            weights=self.weights.plans(),
+            forward=tuple(self.axis.forward),
+            backward=tuple(backward),
+            is_sequence_parallel=self.sequence is not None,
+            routes=read_data or bool(self.weights.stacked),
+            unread=unread,
+            output_bytes=self.output_bytes,
+            stacked=self.weights.stacked,
+            weight_cuts=self.weights.cuts,
+            cuts=tuple(self.cuts),
+            view_cuts=tuple(self.view_cuts),
+            uneven_heads=frozenset(self.uneven_heads),
+        )
 
     def answer(self, call: Call) -> Any:
         """Also decide the weights of the call, if this is their first use, and follow where they go."""
         call = Call(without_data(call.function), call.name, call.args, call.kwargs)
         with self.axis.caused_by(call=call.name):
-            self._weights.cut(call)
-            self._weights.join_features(call)
+            self.weights.cut(call)
+            self.weights.join_features(call)
             self._decide(call)
-            if (made := self._weights.make_aliases(call)) is not None:
+            if (made := self.weights.make_aliases(call, self.run_plain)) is not None:
                 return made
-            own = call.mapped(self._weights.sharded)
+            own = call.mapped(self.weights.sharded) if self.weights.are_in(call) else call
             self._note_cuts(own)
             output = super().answer(own)
-        self._weights.settle(call.name, call.tensors, output)
+        self.weights.settle(call.name, call.tensors, output)
         return output
 
     def _decide(self, call: Call) -> None:
         if (projection := as_projection(call) or as_convolution(call)) is not None:
-            self._weights.decide(projection)
-        elif (contraction := as_contraction(call, self._weights.is_weight)) is not None:
-            self._weights.decide_contraction(contraction)
+            self.weights.decide(projection)
+        elif (contraction := as_contraction(call, self.weights.is_weight)) is not None:
+            self.weights.decide_contraction(contraction)
         elif call.name in channelwise.NAMES:
             channels = as_channel_call(call, self.axis.size)
             for vector in () if channels is None or channels.dim is None else channels.vectors:
-                self._weights.shard_vector(vector, vector.numel())
+                self.weights.shard_vector(vector, vector.numel())
 
     def on_custom_function(
         self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -218,10 +238,10 @@ class _Simulation(Interpreter):
         if is_own(cls.__module__):
             return function(*args, **kwargs)
         call = Call(function, cls.__name__, args, kwargs)
-        own = call.mapped(self._weights.sharded)
+        own = call.mapped(self.weights.sharded)
         with self.axis.caused_by(call=call.name):
             output = super().on_custom_function(cls, function, own.args, own.kwargs)
-        self._weights.settle(call.name, call.tensors, output)
+        self.weights.settle(call.name, call.tensors, output)
         return output
 
     def refuse_change(self, call: Call, tensor: Tensor) -> None:
@@ -233,10 +253,10 @@ class _Simulation(Interpreter):
     def execute(self, call: Call, local: LocalCall) -> Any:
         """Also note how much a weight's uses give, and which weights are stacks."""
         if local.makes_weight and None in (alias_dims(call) or ()):
-            self._weights.stacked.update(sources_of(local.tensors[0]))
+            self.weights.stacked.update(sources_of(local.tensors[0]))
         output = super().execute(call, local)
         if local.weight is not None:
-            fqn = self._weights.fqn_of(local.weight)
+            fqn = self.weights.fqn_of(local.weight)
             self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.nbytes
         return output
 
@@ -251,7 +271,7 @@ class _Simulation(Interpreter):
     def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
         """Also note the cause."""
         sources = _sources([tensor for tensor in _own(local) if tensor is not local.weight])
-        row = None if local.weight is None else self._weights.fqn_of(local.weight)
+        row = None if local.weight is None else self.weights.fqn_of(local.weight)
         with self.axis.caused_by(sources=sources, row=row):
             made = super().sum(partial, local)
         if isinstance(made, ShardedTensor):  # a slice of the sequence, which comes from no weight
@@ -269,7 +289,7 @@ class _Simulation(Interpreter):
         if not isinstance(tensor, ShardedTensor) or dim is None or tensor.origin is None:
             return
         origin, length = tensor.origin, tensor.shape[dim]
-        is_whole = origin.start == 0 and self._weights.have_features(origin.sources, length)
+        is_whole = origin.start == 0 and self.weights.have_features(origin.sources, length)
         if dim != tensor.dim() - 1 and not is_whole:
             return
         pieces = cut_pieces(call, dim)

@@ -10,7 +10,7 @@ A weight whose first use is no projection stays replicated; a bias goes with its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,11 @@ class Weights:
 
     Args:
         fakes: Fake parameter by name; tied names have the same tensor.
-        replicated: As for `simulate_block`.
+        replicated: As for `Choice`.
         by_hand: As for `simulate_block`.
-        part_sizes: As for `simulate_block`.
+        part_sizes: As for `Choice`.
         axis: The axis that the weights are sharded over.
+        shard: Makes the sharded form of a weight or of an alias.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Weights:
         by_hand: Mapping[str, Role],
         part_sizes: Mapping[str, tuple[int, ...]],
         axis: Axis,
+        shard: Callable[[Tensor, Sharded], ShardedTensor],
     ) -> None:
         self.cuts: dict[str, set[int]] = {}
         """FQN -> where the block cuts the weight itself along its first dim."""
@@ -94,7 +96,7 @@ class Weights:
         self._fakes = fakes
         self._part_sizes = part_sizes
         self._by_hand = {id(fakes[fqn]): role for fqn, role in by_hand.items()}
-        self._axis = axis
+        self._axis, self._shard_alias = axis, shard
         self._weights: dict[int, _Weight] = {}
         self._sharded: dict[int, ShardedTensor] = {}
         self._aliases: dict[int, _Alias] = {}
@@ -107,6 +109,10 @@ class Weights:
     def plans(self) -> tuple[WeightPlan, ...]:
         """The decisions, by name."""
         return tuple(self._weights[id(fake)].plan(fqn) for fqn, fake in self._fakes.items())
+
+    def are_in(self, call: Call) -> bool:
+        """Whether a call has a weight, or an alias of one, among its arguments."""
+        return any(id(tensor) in self._aliases for tensor in call.tensors)
 
     def fqn_of(self, tensor: Tensor) -> str:
         """The first name of a weight, given itself, an alias or a part of it."""
@@ -123,15 +129,14 @@ class Weights:
             return tensor
         if id(tensor) not in self._sharded:
             placement = sharding.at(alias.dims.index(sharding.dim))
-            own = placement.own(alias.tensor, self._axis.size, self._axis.rank)
-            sharded = ShardedTensor(own, self._axis, placement, is_weight=True)
+            sharded = self._shard_alias(alias.tensor, placement)
             # A vector goes with the features of another weight, which are the origin of what is sharded.
             sharded.origin = Origin(frozenset({alias.weight.fqn} if alias.weight.fake.dim() > 1 else ()))
             self._sharded[id(tensor)] = sharded
         return self._sharded[id(tensor)]
 
-    def make_aliases(self, call: Call) -> Any:
-        """The results of a call that makes aliases of a weight that may still be sharded; else None."""
+    def make_aliases(self, call: Call, run: Callable[[Call], Any]) -> Any:
+        """The results of a call, from `run`, that makes aliases of a weight that may still be sharded; else None."""
         source = self._aliases.get(id(call.first))
         if source is None or source.weight.role is not None:
             return None
@@ -139,7 +144,7 @@ class Weights:
         if made is None or any(self._is_sharded(tensor) for tensor in call.tensors[1:]):
             return None
         weight, dims = source.weight, tuple(None if dim is None else source.dims[dim] for dim in made)
-        output = call.function(*call.args, **call.kwargs)
+        output = run(call)
         if None in dims:
             self.stacked.add(weight.fqn)
         for tensor in tensors_in(output):

@@ -1,0 +1,338 @@
+"""What a block would communicate, told by a record of its calls, without running them again for each try.
+
+The search of a plan tries tens of ways to shard a block (`search`). All make the same calls in the same order, as a
+block's code sees tensors of full shape whatever is sharded; they differ in what is sharded. So the block runs once, on
+fake tensors and unsharded, and its calls are written down. A replay asks the same rules about the same calls as a run
+would (`simulate`), and takes the results' shapes from the record; calls that no sharded tensor comes to cost it next to
+nothing. What it says decides only which way is taken: that one is then run.
+
+The history of a tensor, as autograd has it, is here a number with a bit for every collective of the backward that its
+gradient meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.tensor.axis import Kind
+from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.tensor.placement import Parts, Shard, Sharded, Whole
+from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
+from lightning_3d.tensor.plan.block_plan import Role
+from lightning_3d.tensor.plan.fakes import on_fakes
+from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
+from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation
+from lightning_3d.tensor.plan.weights import Weights
+from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic
+from lightning_3d.tensor.rules.function import Function, map_tensors, tensors_in
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, cut_sequence, is_along
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of, shard_dim
+from lightning_3d.torch_internals.custom_functions import custom_functions_seen
+from lightning_3d.torch_internals.modules import buffers_of
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.tensors import base_of, make_wrapper
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedCall:
+    """A call that a block's code made, and what it got."""
+
+    call: Call
+
+    output: Any
+
+    results: Sequence[Tensor]
+    """The tensors in it."""
+
+    cls: type[torch.autograd.Function] | None
+    """The custom autograd function that was applied, if one was."""
+
+    has_gradient: bool
+    """Whether autograd recorded."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Record:
+    """One unsharded run of a block on fake tensors."""
+
+    parameters: Mapping[str, Tensor]
+    """By name, ties under every name."""
+
+    args: tuple[Any, ...]
+
+    calls: list[RecordedCall] = field(default_factory=list)
+
+    outputs: Sequence[Any] = ()
+    """Leaves."""
+
+    buffers: Sequence[Tensor] = ()
+    """The block's, after the run."""
+
+    read_data: bool = False
+
+
+def record_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Record:
+    """Run a block's forward on fake tensors, and write down its calls.
+
+    Raises:
+        Exception: whatever the block raises on fake tensors.
+    """
+    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
+        record = Record(parameters=fakes.parameters, args=fakes.args)
+        recorder, assumed = _Recorder(record), AssumedValues()
+        with assumed, recorder, custom_functions_seen(recorder.on_custom_function):
+            output = block.forward(*fakes.args, **fakes.kwargs)
+        record.outputs, record.read_data = tree_leaves(output), assumed.were_read
+        record.buffers = [b for module in block.modules() for b in buffers_of(module).values() if b is not None]
+    return record
+
+
+class _Recorder(Interpreter):
+    """Writes down the calls that a simulation answers."""
+
+    sees_all = True
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(PlannedAxis(1))
+        self._record = record
+
+    def answer(self, call: Call) -> Any:
+        call = Call(without_data(call.function), call.name, call.args, call.kwargs)
+        return self._written_down(call, None)
+
+    def on_custom_function(
+        self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self._written_down(Call(function, cls.__name__, args, kwargs), cls)
+
+    def _written_down(self, call: Call, cls: type[torch.autograd.Function] | None) -> Any:
+        output = self.run_plain(call)
+        made = RecordedCall(
+            call=call, output=output, results=tensors_in(output), cls=cls, has_gradient=torch.is_grad_enabled()
+        )
+        self._record.calls.append(made)
+        return output
+
+
+def replay(
+    record: Record,
+    *,
+    choice: Choice,
+    size: int,
+    by_hand: Mapping[str, Role],
+    sequence_parallel: bool,
+    unread: frozenset[int],
+) -> Simulated:
+    """What `simulate_block` gives, as far as a record tells.
+
+    Raises:
+        ChangedInPlace: as for `simulate_block`.
+    """
+    axis = PlannedAxis(size)
+    weights = Weights(
+        record.parameters, choice.replicated, by_hand, choice.part_sizes, axis, partial(stand_in, axis, is_weight=True)
+    )
+    with torch.enable_grad():
+        sequence = cut_sequence(record.args, PlannedAxis(size))[1] if sequence_parallel else None
+        played = _Replay(weights, axis, sequence)
+        if sequence is not None:
+            played.cut_first(record)
+        with axis.caused_by(call="running statistics"), played.statistics:
+            played.make_calls(record)
+        with axis.caused_by(call="buffers that it sets"):
+            played.make_whole(record.buffers)
+        unread = frozenset(i for i in unread if shard_dim(played.now(record.outputs[i])) is not None)
+        with axis.caused_by(call="the block's output"):
+            backward = played.make_whole(leaf for i, leaf in enumerate(record.outputs) if i not in unread)
+    return played.simulated(choice, backward, unread, read_data=record.read_data)
+
+
+def stand_in(axis: PlannedAxis, full: Tensor, placement: Sharded, *, is_weight: bool) -> ShardedTensor:
+    """A sharded tensor without a local part."""
+    made: ShardedTensor = make_wrapper(
+        ShardedTensor, full.shape, dtype=full.dtype, device=full.device, requires_grad=full.requires_grad
+    )
+    made.axis, made.placement, made.is_weight = axis, placement, is_weight
+    return made
+
+
+class _OnRecord(Interpreter):
+    """Takes results from a record, in place of computing them.
+
+    A plain tensor is the recorded one. A sharded tensor has a shape and no local part.
+    """
+
+    axis: PlannedAxis
+
+    def __init__(self, axis: PlannedAxis, sequence: torch.Size | None) -> None:
+        super().__init__(axis, sequence)
+        self.sharded: dict[int, ShardedTensor] = {}
+        """Recorded tensor by id -> the sharded one in its place."""
+        self._expected: list[Caused] = []
+        """Of the backward; a bit of every history."""
+        self._histories: dict[int, int] = {}
+        self._entered_histories: dict[int, int] = {}  # plain tensor by id -> the history of what all calls read of it
+        self._kept: list[Tensor] = []  # so that no id is used twice
+        self._recorded: RecordedCall
+        """The call that is made now."""
+        self._came = 0
+        """The history of its operands."""
+
+    def now(self, tensor: Any) -> Any:
+        """What stands in the place of a recorded tensor."""
+        return self.sharded.get(id(tensor), tensor)
+
+    def make_whole(self, leaves: Iterable[Any]) -> Sequence[Caused]:
+        """Gather recorded tensors that are sharded; the collectives of the backward of all of them."""
+        distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        met = 0
+        for tensor in distinct.values():
+            met |= self.history(self.whole(self.now(tensor)))
+        return [caused for i, caused in enumerate(self._expected) if met >> i & 1]
+
+    # ------------------------------------------------------------------------------------------------- histories
+
+    def history(self, tensor: Tensor) -> int:
+        """A bit for every collective that the gradient of a tensor meets."""
+        return self._histories.get(id(tensor), 0)
+
+    def expect(self, kind: Kind, tensor: Tensor) -> int:
+        """Another collective of the backward, of the gradient of a full tensor."""
+        self._expected.append(self.axis.caused(kind, tensor, is_backward=True))
+        return 1 << len(self._expected) - 1
+
+    def follow(self, recorded: RecordedCall, came: int) -> None:
+        """Give the results of a call, and what it changed, the history of its operands."""
+        changed = recorded.call.destination
+        written = () if changed is None else (changed, base_of(changed))
+        for tensor in (*recorded.results, *(tensor for tensor in written if tensor is not None)):
+            made, is_written = self.now(tensor), any(tensor is other for other in written)
+            if is_written:
+                self._entered_histories.pop(id(tensor), None)
+                came |= self.history(made)
+            self._histories[id(made)] = came if recorded.has_gradient and made.requires_grad else 0
+
+    # ---------------------------------------------------------------------- in place of what an interpreter does
+
+    def run_plain(self, call: Call) -> Any:
+        if call.function != self._recorded.call.function:  # a further call on a result, as for a bias
+            return super().run_plain(call)
+        self._came = 0
+        for tensor in call.tensors:
+            self._came |= self.history(tensor)
+        return self._recorded.output
+
+    def execute(self, call: Call, local: LocalCall) -> Any:
+        self._came = 0
+        for tensor, need in zip(local.tensors, local.needs, strict=True):
+            self._came |= self._met(tensor, need)
+        placements = iter(local.result) if isinstance(local.result, tuple) else repeat(local.result)
+        starts = iter(local.starts)
+        output = self._recorded.output
+        if local.then is not None and isinstance(local.result, Shard | Parts):
+            output = self._before_second_view(local, local.result)
+        made = map_tensors(lambda full: self.wrap(full, next(placements), local, next(starts, 0)), output)
+        if local.then is None or not isinstance(made, ShardedTensor):
+            return made
+        self._histories[id(made)] = self._came
+        with self:
+            return local.then(made)
+
+    def _before_second_view(self, local: LocalCall, placement: Sharded) -> Tensor:
+        """A full tensor like the result of the first of two views, of which the record has the second one's."""
+        (tensor,), (result,) = local.tensors, self._recorded.results
+        at = placement_of(tensor)
+        assert at is not None
+        own = local.run(at.own(torch.empty(tensor.shape, device="meta"), self.axis.size, 0))
+        shape = [length * self.axis.size if dim == placement.dim else length for dim, length in enumerate(own.shape)]
+        return result.new_empty(shape).requires_grad_(result.requires_grad)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The same tensor, whose gathering is noted."""
+        if isinstance(tensor, ShardedTensor):
+            self.axis.forward.append(self.axis.caused("all-gather", tensor))
+        return tensor
+
+    def shard(self, own: Tensor, placement: Sharded, *, is_weight: bool) -> Tensor:
+        """A sharded tensor in place of a recorded one."""
+        made = stand_in(self.axis, own, placement, is_weight=is_weight)
+        self._kept.append(made)
+        return made
+
+    def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
+        if local.weight is None or not is_along(partial, self.sequence):
+            self.axis.forward.append(self.axis.caused("all-reduce", partial))
+            return partial
+        self.axis.forward.append(self.axis.caused("reduce-scatter", partial))
+        if partial.requires_grad:
+            self._came |= self.expect("all-gather", partial)
+        return self.shard(partial, Shard(SEQUENCE_DIM), is_weight=False)
+
+    def _met(self, tensor: Tensor, need: Need) -> int:
+        """The history of an operand that is made what a call needs."""
+        history = self.history(tensor)
+        if isinstance(need, RunningStatistic):
+            self.statistics.own(tensor, changes=need.changes)
+            return history
+        if need == placement_of(tensor):
+            return history
+        has_gradient = tensor.requires_grad and self._recorded.has_gradient
+        if isinstance(need, Whole) and need.sums_gradients:
+            return self._met_by_each(tensor, history) if has_gradient or isinstance(tensor, ShardedTensor) else history
+        self.whole(tensor)
+        return history if isinstance(need, Whole) or not has_gradient else history | self.expect("all-gather", tensor)
+
+    def _met_by_each(self, tensor: Tensor, history: int) -> int:
+        """The history of what every rank reads; one for all calls that read it."""
+        is_slice = isinstance(tensor, ShardedTensor) and self.is_slice_of_sequence(tensor)
+        if isinstance(tensor, ShardedTensor) and not is_slice:
+            self.whole(tensor)
+            return history | self.expect("all-reduce", tensor) if tensor.requires_grad else history
+        if id(tensor) not in self._entered_histories:
+            if is_slice:
+                self.whole(tensor)
+            kinds: tuple[Kind, ...] = ("reduce-scatter", "all-gather") if is_slice else ("all-reduce",)
+            for kind in kinds if tensor.requires_grad else ():
+                history |= self.expect(kind, tensor)
+            self._entered_histories[id(tensor)] = history
+        return self._entered_histories[id(tensor)]
+
+
+class _Replay(Simulation, _OnRecord):
+    """Decides weights as a simulation does."""
+
+    def cut_first(self, record: Record) -> None:
+        """Cut the block's input along its sequence."""
+        first = record.args[0]
+        made = self.sharded[id(first)] = stand_in(self.axis, first, Shard(SEQUENCE_DIM), is_weight=False)
+        if first.requires_grad:
+            self._histories[id(made)] = self.expect("all-gather", first)
+
+    def make_calls(self, record: Record) -> None:
+        """Make all calls of a record."""
+        for recorded in record.calls:
+            self._recorded, call = recorded, recorded.call
+            is_on_shards = any(id(tensor) in self.sharded for tensor in call.tensors)
+            if is_on_shards or self.weights.are_in(call):
+                output = self._answered(recorded, call.mapped(self.now) if is_on_shards else call)
+                for full, made in zip(recorded.results, tensors_in(output), strict=True):
+                    self.sharded.pop(id(full), None)
+                    if isinstance(made, ShardedTensor):
+                        self.sharded[id(full)] = made
+            else:
+                self.run_plain(call)
+            self.follow(recorded, self._came)
+
+    def _answered(self, recorded: RecordedCall, call: Call) -> Any:
+        if recorded.cls is None:
+            return self.answer(call)
+        return self.on_custom_function(
+            recorded.cls, lambda *args, **kwargs: self.run_plain(call), call.args, call.kwargs
+        )
