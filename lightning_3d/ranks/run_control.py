@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import RankError
@@ -22,6 +21,7 @@ from lightning_3d.ranks.board import Board
 from lightning_3d.ranks.ending import settle
 from lightning_3d.ranks.epochs import Epochs
 from lightning_3d.ranks.failure import Failure, ended_by, is_lost_connection
+from lightning_3d.ranks.interrupts import Interrupts
 from lightning_3d.ranks.process_exit import abort_at_end, stay_until
 from lightning_3d.ranks.standstill import Standstill
 from lightning_3d.ranks.stops import Stops
@@ -50,12 +50,20 @@ class RunControl:
         self._stops = Stops(self._post, may_wait=lambda: self._watchdog.failure is None)
         self._epochs = Epochs(self._post, timeout=timeout)
         self.standstill = Standstill(self._post)
+        self._interrupts = Interrupts(
+            self._post,
+            self._stops,
+            self.standstill,
+            is_ending=lambda: self._watchdog.is_ending,
+            is_fit=trainer.state.fn == TrainerFn.FITTING,
+        )
         looks = [
             self._look_at_children,
             self._stops.look,
             self._stop_evaluation,
             self._epochs.look,
             self.standstill.look,
+            self._interrupts.look,
         ]
         self._watchdog = Watchdog(self._post, timeout=timeout, looks=looks, before_exit=self._kill_children)
         self._open = ExitStack()
@@ -75,8 +83,9 @@ class RunControl:
         self._open.callback(atexit.unregister, self.close)
         self._open.enter_context(lightning_helpers.signals_noted(self._trainer, self._note, self._note))
         self._open.enter_context(lightning_helpers.called_before_batches(self._trainer, self.heed_signals))
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            self._open.enter_context(self._interrupts_noted())
+        default = signal.getsignal(signal.SIGINT)
+        self._open.callback(lightning_helpers.put_back_at_end, self._trainer, signal.SIGINT, default)
+        self._open.enter_context(self._interrupts.noted())
 
     def place(self, shape: MeshShape) -> None:
         """Name ranks by their places on another mesh."""
@@ -101,30 +110,7 @@ class RunControl:
         if self._post.rank == 0:
             stay_until(lambda: board.get_all(names) is not None)
 
-    @contextmanager
-    def _interrupts_noted(self) -> Iterator[None]:
-        """Let the first Ctrl+C of a fit end it after its setup or the batch, on all ranks, and the second one at once.
-
-        Python's own handler could raise inside of torch, where an exception ends the process.
-        """
-        default = signal.default_int_handler
-        if signal.getsignal(signal.SIGINT) is not default or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        try:
-            yield
-        finally:
-            if signal.getsignal(signal.SIGINT) == self._on_interrupt:
-                signal.signal(signal.SIGINT, default)
-            lightning_helpers.put_back_at_end(self._trainer, signal.SIGINT, default)
-
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._stops.ask(signum)
-
-    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        rank_zero_info("Ctrl+C: the fit ends after this step, on all ranks; once more ends it at once.")
         self._stops.ask(signum)
 
     def heed_signals(self) -> None:

@@ -73,6 +73,13 @@ class Post:
         beats = {rank: self.board.get(f"beat/{rank}") for rank in ranks if self.board.get(f"left/{rank}") is None}
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
+    def first_at(self, kind: str) -> dict[str, int]:
+        """Each place that ranks have left under this name -> the first rank there; empty until all have left one."""
+        first_ranks = dict[str, int]()
+        for rank, place in enumerate(self.board.get_all(f"{kind}/{rank}" for rank in range(len(self.names))) or []):
+            first_ranks.setdefault(place, rank)
+        return first_ranks
+
 
 class Watchdog:
     """Beats for this rank and watches the others, from ``start`` to ``close``.

@@ -132,7 +132,7 @@ def signals_noted(trainer: Trainer, on_stop: Handler, on_requeue: Handler) -> It
         yield
 
 
-def put_back_at_end(trainer: Trainer, signum: int, handler: Handler) -> None:
+def put_back_at_end(trainer: Trainer, signum: int, handler: Handler | int | None) -> None:
     """Let the Trainer put back this handler of a signal, and not the one that it found."""
     if trainer._signal_connector._original_handlers:  # it has registered its own
         trainer._signal_connector._original_handlers[signum] = handler

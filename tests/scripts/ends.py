@@ -12,8 +12,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor, nn
@@ -50,6 +52,8 @@ DEEDS: Mapping[str, Callable[[], object]] = {
     "gets SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "gets SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
     "gets SIGUSR1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+    "waits for one that sleeps": lambda: _wait_for_ever([1.0], lambda: time.sleep(0.1)),
+    "waits for one that loops": lambda: _wait_for_ever([1.0, 4.0], lambda: None),
 }
 
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
@@ -90,6 +94,16 @@ class Case:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _wait_for_ever(interrupts: Sequence[float], instead: Callable[[], object]) -> None:
+    """On rank 0 in a collective of which Ctrl+C comes after these seconds, and which other ranks never come to."""
+    if dist.get_rank() == 0:
+        for seconds in interrupts:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        dist.barrier()
+    while True:
+        instead()
 
 
 class Acting(nn.Linear):

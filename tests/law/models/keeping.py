@@ -1,4 +1,4 @@
-"""What code keeps for later: products for a recomputation, tables outside of modules; and losses inside of blocks."""
+"""What code keeps for later: products for a recomputation, tables outside of modules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import functools
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.law.models.row import COUPLED, Family, Model
-from tests.models import Block, Regression, TinyGPT, features
+from tests.law.models.row import Family, Model
+from tests.models import Regression, features
 from tests.parity import Job, Layout
 
 WIDTH = 32
@@ -84,44 +83,6 @@ class KeptTables(Regression):
         return output
 
 
-class WithLoss(Block):
-    """Gives a mean cross entropy beside its output, over rows that count and weigh unlike, more in the first half."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 4)
-        self.classes = nn.Linear(WIDTH, 64, bias=False)
-        self.register_buffer("weights", torch.linspace(0.1, 3.0, 64))
-        self.weights: Tensor
-
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x = super().forward(x)
-        return x, F.cross_entropy(self.classes(x).flatten(0, 1), labels.flatten(), self.weights)
-
-
-class BlockLosses(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__(num_layers=0)
-        self.blocks = nn.ModuleList(WithLoss() for _ in range(2))
-
-    def losses(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, targets = batch
-        x = self.tokens(inputs)
-        labels = targets.masked_fill(torch.arange(targets.shape[1], device=targets.device) > 9, -100)
-        found = []
-        for block in self.blocks:
-            x, loss = block(x, labels)
-            found.append(loss)
-        return torch.stack(found).sum() + F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = self.losses(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.losses(batch), sync_dist=True)
-
-
 def _whole(layout: Layout) -> bool:
     return layout.pp == 1
 
@@ -131,7 +92,4 @@ TP: frozenset[Family] = frozenset({"tp"})
 MODELS = {
     "kept-products": Model(job=Job(model=KeptProducts, data=features, num_val_batches=1), families=TP, fits=_whole),
     "kept-tables": Model(job=Job(model=KeptTables, data=features, num_val_batches=1), lr=0.02),
-    "block-losses": Model(
-        job=Job(model=BlockLosses, num_val_batches=1), lr=0.02, families=TP, fits=_whole, traits=COUPLED
-    ),
 }

@@ -1,0 +1,73 @@
+"""Calls of a block's code on sharded tensors give what they give on full ones, or are refused; in one process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.errors import PlanError
+from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.tensor.placement import Shard
+from lightning_3d.tensor.plan.planned_axis import PlannedAxis
+from lightning_3d.tensor.sequence import GatheredSequence
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
+
+
+def _sharded(*shape: int) -> tuple[ShardedTensor, Interpreter]:
+    """A tensor that two ranks share along its last dim, and what answers calls with it."""
+    axis = PlannedAxis(2)
+    return ShardedTensor(torch.randn(*shape), axis, Shard(len(shape) - 1)), Interpreter(axis)
+
+
+def test_an_index_of_true_is_not_one_of_one() -> None:
+    x, interpreter = _sharded(2, 4)
+    with interpreter:
+        first, again = x[1], x[True]
+    assert (first.shape, again.shape) == ((8,), (1, 2, 8)), "what was decided for 1 holds for 1"
+
+
+def test_what_changes_its_shape_in_place_is_refused() -> None:
+    x, interpreter = _sharded(2, 1, 4)
+    with interpreter, pytest.raises(PlanError, match="squeeze_ changes a sharded tensor in place"):
+        x.squeeze_(1)
+    assert x.shape == (2, 1, 8)
+    assert x.local.shape == (2, 1, 4)
+
+
+@pytest.mark.parametrize("name", ["data_ptr", "untyped_storage", "__dlpack__"])
+def test_the_memory_of_a_part_is_refused(name: str) -> None:
+    x, interpreter = _sharded(2, 4)
+    with interpreter, pytest.raises(PlanError, match=f"{name} asks for the memory of a tensor of which"):
+        getattr(x, name)()
+
+
+class _Watched(PlannedAxis):
+    """Knows what it gathered, as long as somebody keeps that."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.gathered: list[weakref.ref[Tensor]] = []
+
+    def all_gather(self, local: Tensor, dim: int) -> Tensor:
+        every = super().all_gather(local, dim)
+        self.gathered.append(weakref.ref(every))
+        return every
+
+
+def test_no_backward_keeps_what_it_gathers_again() -> None:
+    local, weight = torch.randn(2, 4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+    axis = _Watched()
+    gathered = GatheredSequence(local, axis)
+    with gathered.not_saved():
+        output = F.linear(gathered.whole, weight)
+    del gathered
+    for _ in range(3):
+        output.sum().backward(retain_graph=True)
+    gc.collect()
+    assert len(axis.gathered) == 4, "the forward, and each backward once"
+    assert [tensor for tensor in axis.gathered if tensor() is not None] == []
