@@ -237,12 +237,12 @@ class Scaling(Reader):
 
 
 PROGRAMS: dict[str, tuple[type[Trained], str | None]] = {
-    "unpadded": (Unpadded, "took another path"),
+    "unpadded": (Unpadded, "don't make up"),
     "one by one": (OneByOne, "other calls for the whole batch"),
     "jagged": (Jagged, "can't be traced"),
     "random sizes": (RandomSizes, "took another path"),
     "scattering": (Scattering, "as one that takes a batch apart into its samples"),
-    "hyper": (Hyper, "code that the pipeline does not see"),
+    "hyper": (Hyper, "runs inside"),
     "one block": (OneBlock, "only 1 calls of blocks"),
     "remembering": (Remembering, "RuntimeError"),
     "scaling": (Scaling, None),

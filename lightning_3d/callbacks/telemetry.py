@@ -276,8 +276,7 @@ class Telemetry(L.Callback):
             self._counter.is_on = True
 
     def _communicating(self, axes: str) -> AbstractContextManager[None]:
-        assert self._recorder is not None
-        if self._recorder.phase in ("waiting", _UNMEASURED):
+        if self._recorder is None or self._recorder.phase in ("waiting", _UNMEASURED):
             return nullcontext()
         name = f"communication_{axes}"
         return self._recorder.during(name if name in self._phases else "other")

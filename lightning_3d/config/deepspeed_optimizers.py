@@ -24,7 +24,7 @@ _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 """Type, in lower case -> what it takes, and DeepSpeed's defaults."""
 
 _IGNORED = {"bias_correction": True, "fused": None, "set_grad_none": None, "fp32_optimizer_states": True}
-"""What others it takes -> the value that changes nothing here; None for any."""
+"""Further parameters that DeepSpeed takes -> the value that changes nothing here; None for any."""
 
 _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 _LRS = {"warmup_min_lr": 0.0, "warmup_max_lr": _LR}
@@ -63,7 +63,7 @@ def checked(key: str, section: Any) -> tuple[str, dict[str, Any]]:
 
 
 def build(module: LightningModule, sections: Mapping[str, tuple[str, dict[str, Any]]]) -> Any:
-    """What ``configure_optimizers`` returns for what `checked` has read."""
+    """Build the optimizer and scheduler that `checked` has read, as ``configure_optimizers`` returns them."""
     optimizer = _optimizer(module, *sections["optimizer"])
     if "scheduler" not in sections:
         return optimizer
@@ -102,7 +102,7 @@ def _factor(kind: str, given: Mapping[str, Any], base: float, step: int) -> floa
 
 
 def _after(kind: str, given: Mapping[str, Any], number: int, num_warmups: int) -> float:
-    """What follows the steps of warming up."""
+    """The factor of the learning rate in a step after those of warming up."""
     if kind == "WarmupLR":
         return 1.0
     total = given["total_num_steps"]

@@ -34,7 +34,7 @@ _ABSENT = object()
 
 
 class CodeCaches:
-    """What the code of modules may keep outside of them.
+    """The places outside of modules in which their code may keep tensors.
 
     Args:
         modules: Their classes, and the Python modules that define these, are looked into.
@@ -76,7 +76,7 @@ class _LruCaches:
         self._num_referrers = -1
 
     def of_users(self) -> list[Any]:
-        """Those around functions of users and of their packages."""
+        """The caches around functions of users and of their packages."""
         caches = [cache for reference in self._found if (cache := reference()) is not None]
         number = sys.getrefcount(_LruCache)  # every object refers to its class
         if number != self._num_referrers or len(caches) < len(self._found):

@@ -45,7 +45,7 @@ class Identity:
 
 
 def identity_of(fqn: str, block: nn.Module) -> Identity:
-    """What blocks that compute the same have in common."""
+    """A key that blocks have in common which compute the same."""
     places = {int(part) for part in fqn.split(".") if part.isdecimal()}
     attributes = tuple(
         (path, name, _key(value), type(value) is int and value in places)

@@ -132,7 +132,7 @@ class BatchLoss:
         return decision
 
     def _find(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound:
-        """What is known of a step, or found out now.
+        """The finding about a step, which is known or made now.
 
         Raises:
             StepError: microbatches can't run it.

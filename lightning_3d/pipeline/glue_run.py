@@ -55,7 +55,7 @@ class GlueRun(StageRun):
         self.of_blocks: set[int] = set()
         """Ids in the trace of what the blocks gave."""
         self.sent: Sequence[Tensor] = ()
-        """What the code after the blocks gets."""
+        """The tensors that the code after the blocks gets."""
 
     @override
     def run(self, step: Callable[[], Any]) -> Any:
@@ -96,14 +96,14 @@ class GlueRun(StageRun):
         return copy
 
     def _answer(self, position: int, result: Result) -> Any:
-        """What a block returns."""
+        """A stand-in for an output of a block."""
         if result.tensor is None:
             return result.constant
         self.of_blocks.add(result.tensor)
         return self.answer(result.tensor)
 
     def answer(self, i: int) -> Tensor:
-        """What a block gives for the tensor with this id in the trace."""
+        """Random numbers in place of the tensor with this id in the trace, which a block gives."""
         meta = self._flow.trace.tensors[i]
         has_samples = grown_dim(meta, self._whole.tensors[i]) is not None
         return _random(meta, i, 1 + self._index if has_samples else 0)

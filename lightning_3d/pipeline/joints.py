@@ -129,7 +129,7 @@ def received_joints(
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What one call drew."""
+    """The random numbers of one call."""
 
     tensors: list[Tensor]
     limits: list[int]

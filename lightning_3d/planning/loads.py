@@ -32,7 +32,7 @@ class Loads:
     """How heavy a stage would be with some of the calls of blocks."""
 
     of_stage: StageLoad
-    """What the assignment makes small: above all times where a stage exceeds its memory."""
+    """The load that the assignment makes small: above all times where a stage exceeds its memory."""
 
     told: StageLoad
     """In the unit."""

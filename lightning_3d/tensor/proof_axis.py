@@ -26,7 +26,7 @@ _FAILED, _ENDED = -1, -2
 
 
 class ProofFailed(PlanError):
-    """What a rank ran into in a proof; on all ranks."""
+    """An error that a rank ran into in a proof, raised on all ranks."""
 
 
 class _OthersStop(BaseException):

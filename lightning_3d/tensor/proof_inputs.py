@@ -1,4 +1,4 @@
-"""What a block is given in the proof of its plan: random numbers, and the integers of the batch."""
+"""The inputs of a block in the proof of its plan: random numbers, and the integers of the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_
 from lightning_3d.torch_internals.tensors import HALVES, widened
 
 SEED = 20_250_101
-"""Of the random inputs: any number, the same on all ranks."""
+"""Seed of the random inputs: any number, the same on all ranks."""
 _HEAD_ROWS = 64
 """Rows of an output head that are compared: each is computed alike, and its whole logits are what is largest."""
 

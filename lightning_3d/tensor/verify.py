@@ -117,10 +117,11 @@ def _proof(
     try:
         with axis.failing_together():
             inputs = proof_inputs(block, plan, example, device, axis.of_first_rank)
+            sharded_block = _copy(block, excluded)  # before a forward, which may change what the block keeps
             expected = _run(block, inputs)
         dense_runs = True
         with axis.failing_together():
-            sharded_block = _sharded_copy(block, plan, axis, excluded)
+            apply_block(sharded_block, plan, axis.mesh, excluded=excluded, axis=axis)
             running(sharded_block).compiled = compiled(sharded_block)
             actual = _run(sharded_block, inputs, lambda: axis.meet("outputs"))
             differences = [difference(*pair, limit) for pair in zip(expected, actual, strict=True)]
@@ -139,20 +140,13 @@ def _proof(
     )
 
 
-def _sharded_copy(
-    block: nn.Module,
-    plan: BlockTensorPlan,
-    axis: ProofAxis,
-    excluded: Collection[nn.Parameter],
-) -> nn.Module:
-    shared = {id(parameter): parameter for parameter in excluded}  # the copy shares what is excluded
+def _copy(block: nn.Module, shared: Collection[nn.Parameter]) -> nn.Module:
+    """A copy of a block, with the same parameters where they are ``shared``."""
     left = [
         tensor for module in block.modules() for tensor in distinct_tensors(vars(module)) if tensor.grad_fn is not None
     ]
     results = {id(tensor): tensor.detach().clone() for tensor in left}  # earlier forwards left them in attributes
-    duplicate = copy.deepcopy(block, memo=shared | results)
-    apply_block(duplicate, plan, axis.mesh, excluded=excluded, axis=axis)
-    return duplicate
+    return copy.deepcopy(block, memo={id(parameter): parameter for parameter in shared} | results)
 
 
 def _run(

@@ -116,7 +116,7 @@ class Trace:
 
     @property
     def path(self) -> Hashable:
-        """What the step does, whatever the sizes of its tensors and the numbers that it computes with."""
+        """The calls that the step makes, whatever the sizes of its tensors and the numbers that it computes with."""
         calls = tuple((call.name, call.where, call.inputs, call.parameters, call.outputs) for call in self.calls)
         return calls, self.of_batch, self.returned, self.stopped_by
 

@@ -252,7 +252,7 @@ class _Tracer(StepMode):
         return [self._ids.get(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
     def _described(self, tensor: Tensor) -> TensorMeta:
-        """What a block gets, with the values of integers that come from the batch: labels, positions, ids."""
+        """A tensor that a block gets, with the values of integers that come from the batch: labels, positions, ids."""
         is_integer = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
         return TensorMeta.of(tensor, tensor.detach() if is_integer and self._is_known(tensor) else None)
 

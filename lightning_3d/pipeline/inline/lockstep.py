@@ -22,7 +22,7 @@ from lightning_3d.trace.refusals import is_of_user, place_of
 
 @dataclass(frozen=True)
 class _Doing:
-    """What a rank came to, and the lines of user code that led there, from the outermost."""
+    """The exchange that a rank came to, and the lines of user code that led there, from the outermost."""
 
     what: str
     lines: tuple[str, ...]
@@ -77,7 +77,7 @@ def _user_lines() -> tuple[str, ...]:
 
 
 def _told(everyone: Sequence[_Doing], ranks: Sequence[int]) -> str:
-    """What each rank came to, at the outermost line where they parted."""
+    """Text: the exchange that each rank came to, at the outermost line where they parted."""
     columns = enumerate(zip_longest(*(doing.lines for doing in everyone)))
     parted = next((i for i, lines in columns if len(set(lines)) > 1), len(everyone[0].lines))
     places: dict[str, list[str]] = {}

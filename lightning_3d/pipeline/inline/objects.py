@@ -1,4 +1,4 @@
-"""What a block changes in objects among its arguments that pytrees do not look into: layers fill a cache that they
+"""Changes that a block makes in objects among its arguments that pytrees do not look into: layers fill a cache that they
 share, and each reads what those before it left.
 """
 
@@ -19,7 +19,7 @@ State = Mapping[tuple[int, str], Any]
 
 
 def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
-    """What is told to other ranks of the objects among the arguments of a call, if it changes."""
+    """The attributes of objects among the arguments of a call of which other ranks are told, if they change."""
     return {
         (i, name): list(value) if isinstance(value, list) else value
         for i, leaf in enumerate(tree_leaves((args, kwargs)))
@@ -31,7 +31,7 @@ def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
 
 
 def changed_state(before: State, now: State) -> State:
-    """What a call changed."""
+    """The attributes that a call changed."""
     return {place: value for place, value in now.items() if place not in before or not is_same(before[place], value)}
 
 

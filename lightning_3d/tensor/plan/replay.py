@@ -1,4 +1,4 @@
-"""What a block would communicate, told by a record of its calls, without running them again for each try.
+"""The communication of a sharded block, told by a record of its calls, without running them again for each try.
 
 The search of a plan tries tens of ways to shard a block (`search`). All make the same calls in the same order, as a
 block's code sees tensors of full shape whatever is sharded; they differ in what is sharded. So the block runs once, on
@@ -130,7 +130,7 @@ def replay(
     sequence_parallel: bool,
     unread: frozenset[int],
 ) -> Simulated:
-    """What `simulate_block` gives, as far as a record tells.
+    """Give the answer of `simulate_block`, as far as a record tells.
 
     Raises:
         ChangedInPlace: as for `simulate_block`.
@@ -176,7 +176,7 @@ class _OnRecord(Interpreter):
         self.sharded: dict[int, ShardedTensor] = {}
         """Recorded tensor by id -> the sharded one in its place."""
         self._expected: list[Caused] = []
-        """Of the backward; a bit of every history."""
+        """The collectives of the backward; a bit of every history."""
         self._histories: dict[int, int] = {}
         self._entered_histories: dict[int, int] = {}  # plain tensor by id -> the history of what all calls read of it
         self._kept: list[Tensor] = []  # so that no id is used twice
@@ -186,7 +186,7 @@ class _OnRecord(Interpreter):
         """The history of its operands."""
 
     def now(self, tensor: Any) -> Any:
-        """What stands in the place of a recorded tensor."""
+        """The tensor in place of a recorded one."""
         return self.sharded.get(id(tensor), tensor)
 
     def make_whole(self, leaves: Iterable[Any]) -> Sequence[Caused]:

@@ -62,7 +62,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What a simulation leaves to its caller."""
+    """The decisions that a simulation leaves to its caller."""
 
     replicated: Mapping[str, str]
     """FQN -> reason, for weights that must not be sharded."""
@@ -76,7 +76,7 @@ class Simulated:
     """The course of one run of a block."""
 
     choice: Choice
-    """What it was given."""
+    """The decisions that it was given."""
 
     weights: tuple[WeightPlan, ...]
     """By parameter name, ties under every name."""
