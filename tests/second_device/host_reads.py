@@ -48,7 +48,7 @@ class HostReads(TorchDispatchMode):
             is_late = args[2:] == (True,) or kwargs.get("non_blocking", False)
             return _crossing(args[1].device, first.device, is_late and (on_device or first.is_pinned()))
         if name == "_to_copy" and kwargs.get("device") is not None:
-            is_late = kwargs.get("non_blocking", False)  # to the host it is into pinned memory, which torch takes for it
+            is_late = kwargs.get("non_blocking", False)  # the host gets it in pinned memory
             return _crossing(first.device, torch.device(kwargs["device"]), is_late)
         return None
 
