@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_3d.cli import main
 from lightning_3d.config.settings import ThreeDConfig
@@ -160,6 +162,28 @@ def test_a_file_of_lightning_cli_is_planned(
     with pytest.raises(SystemExit):
         main(arguments)
     assert "trainer.strategy: ddp, which is no ThreeDStrategy" in capsys.readouterr().err
+
+
+class Summing(TinyGPT):
+    """Stages can't follow its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        dist.all_reduce(loss.detach())
+        return loss
+
+
+def test_what_trains_inline_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["plan", "tests.test_plan_ahead.Summing", "tests.test_plan_ahead.a_batch", "--world_size=2"]
+    arguments += ["--set", "pipeline_parallel_size=2"]
+    told = r"torch.distributed.all_reduce was called in a step \(at .*test_plan_ahead.py:"
+    inline = "Summing: only .* are planned ahead, but steps run inline, .*: as stages can't follow it. "
+    for mode, before in (("auto", inline), ("microbatched", "")):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--set", f"pipeline.mode={mode}"])
+        *_, line = capsys.readouterr().err.splitlines()  # after those of a long wait
+        assert re.fullmatch(f"lightning-3d: {before}{told}.*", line), line
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

@@ -13,11 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import all_reduce  # a name that nothing can be put under
+from torch.distributed._functional_collectives import all_reduce as all_reduce_functional
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradients
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
-from lightning_3d.errors import BatchError
+from lightning_3d.errors import BatchError, StepError
 from tests.models import TinyMLP, features
 from tests.parity import QUIET, Layout, assert_same_state, devices, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
@@ -31,7 +33,9 @@ LAYOUTS = [Layout(dp=2, tp=2), Layout(dp=2, pp=2, mode="inline")]
 def communicate(x: Tensor) -> list[Tensor]:
     """What each function makes of a tensor, (8,), of every replica."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    assert (dist.get_rank(dist.group.WORLD), dist.get_world_size(None)) == (rank, size)
+    world = dist.group.WORLD
+    assert world is not None
+    assert (dist.get_rank(world), dist.get_world_size(None), world.rank(), world.size()) == (rank, size, rank, size)
     summed, sent, reduced = x.clone(), x.clone(), x.clone()
     work = all_reduce(summed, op=dist.ReduceOp.MAX, async_op=True)
     work.wait()
@@ -51,8 +55,9 @@ def communicate(x: Tensor) -> list[Tensor]:
     for request in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, ahead), dist.P2POp(dist.irecv, received, behind)]):
         request.wait()
     dist.barrier()
+    functionally = all_reduce_functional(x, "sum", world.group_name) + 0
     last = reduced if rank == 0 else x
-    return [summed, sent, last, *listed, stacked, mine, swapped, torch.tensor(everyone + told), received]
+    return [summed, sent, last, *listed, stacked, mine, swapped, functionally, torch.tensor(everyone + told), received]
 
 
 class Communicating(TinyMLP):
@@ -108,6 +113,23 @@ def test_collectives_without_a_group_are_over_the_replicas(workers: WorkerPools)
         for replica, state, seen in of_rank:
             assert_same_state([state], alone[replica][1])
             torch.testing.assert_close(seen, alone[replica][2], atol=1e-5, rtol=1e-4)
+
+
+class Grouping(TinyMLP):
+    """Makes groups of ranks in a hook."""
+
+    def on_train_start(self) -> None:
+        for make in (lambda: dist.new_group([0, 1]), lambda: init_device_mesh("cpu", (dist.get_world_size(),))):
+            with pytest.raises(StepError, match=r"was called by tests.test_replica_world, but in a pipeline or with"):
+                make()
+
+
+def grouped(layout: Layout) -> None:
+    fitted(layout, Grouping, data=features, batches=1, epochs=1)
+
+
+def test_groups_of_ranks_are_refused_where_ranks_are_replicas(workers: WorkerPools) -> None:
+    workers(4).run(grouped, LAYOUTS[0])
 
 
 class Shared(IterableDataset[Batch]):

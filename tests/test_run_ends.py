@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.ranks.interrupts import Interrupts
 from lightning_3d.ranks.processes import is_running, this_process
 from tests.models import TinyMLP, features, loader
 from tests.parity import QUIET
@@ -229,6 +231,28 @@ def test_ranks_end_and_name_the_first_failure(name: str, ends: Mapping[str, End]
             assert not re.search(pattern, output), output
     assert re.fullmatch(row.files, " ".join(end.files))
     assert max(end.seconds.values()) < min(end.seconds.values()) + 30
+
+
+def test_signals_are_read_by_those_who_read_them_before() -> None:
+    nobody: Any = None
+    interrupts = Interrupts(nobody, nobody, nobody, is_ending=lambda: False, is_fit=True)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    theirs, written = socket.socketpair()  # as of asyncio
+    written.setblocking(False)
+    with theirs, written:
+        try:
+            for before in (-1, written.fileno()):
+                signal.set_wakeup_fd(before)
+                with interrupts.noted():
+                    during = signal.set_wakeup_fd(before)
+                    signal.set_wakeup_fd(during)
+                    assert (during == before) == (before != -1)
+                    assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+                assert signal.set_wakeup_fd(-1) == before
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        finally:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.signals

@@ -16,10 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn import functional as differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.function_calls import calls_answered
 from lightning_3d.torch_internals.process_groups import HIDDEN_COLLECTIVES
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -55,6 +57,14 @@ COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
 )
 """The functions that communicate."""
 
+_MAKING_GROUPS: tuple[Callable[..., Any], ...] = (
+    *(dist.new_group, dist.new_subgroups, dist.new_subgroups_by_enumeration, dist.split_group),
+    init_device_mesh,
+)
+
+_WORLD: Callable[..., Any] = vars(type(dist.group))["WORLD"].fget
+"""Gives the default group."""
+
 COLLECTIVE, CHANGING_COLLECTIVE = "collective", "collective_"
 """The names of functions of the user's that communicate, as modes of torch functions see them; the latter change
 tensors that they are given, the first one among them."""
@@ -68,17 +78,16 @@ def is_users(module: str) -> bool:
     return module.startswith(_USERS) or module.partition(".")[0] not in _OTHERS
 
 
-def is_over_all(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is over the default process group."""
-    group = _signature(function).bind(*args, **kwargs).arguments.get("group")
-    return group is None or group is dist.group.WORLD
-
-
 @contextmanager
 def replica_world(mesh: Mesh) -> Iterator[None]:
     """Let user code find the replicas in place of all ranks."""
     over = _Replicas(mesh.group("dp"))
-    with calls_answered((dist.get_rank, dist.get_world_size), over.ask), calls_answered(COLLECTIVES, over.call):
+    with (
+        calls_answered((dist.get_rank, dist.get_world_size), over.ask),
+        calls_answered((_WORLD,), over.world),
+        calls_answered(COLLECTIVES, over.call),
+        calls_answered(_MAKING_GROUPS, _refuse),
+    ):
         yield
 
 
@@ -95,14 +104,18 @@ class _Replicas:
 
     def ask(self, caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``get_rank`` or ``get_world_size``."""
-        if is_users(caller) and is_over_all(original, args, kwargs):
+        if is_users(caller) and self._is_over_all(original, args, kwargs):
             return original(self._group)
         return original(*args, **kwargs)
+
+    def world(self, caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``dist.group.WORLD``."""
+        return self._group if is_users(caller) else original(*args, **kwargs)
 
     def call(self, caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A collective. What is not there as a whole, as an output of a block on shards, is made whole for it."""
         stays = original.__name__ in _BARRIERS  # of all ranks: more than one of the replicas, and as good
-        if stays or not is_users(caller) or not is_over_all(original, args, kwargs):
+        if stays or not is_users(caller) or not self._is_over_all(original, args, kwargs):
             return original(*args, **kwargs)
         if original.__module__ != differentiable.__name__:  # which call the others, here and in their backwards
             args, kwargs = (), self._over_replicas(original, args, kwargs)
@@ -111,6 +124,10 @@ class _Replicas:
             return original(*args, **kwargs)
         run = self._runs.setdefault(original, _named(original))
         return handle_torch_function(run, tensors, tensors[0], args, kwargs)
+
+    def _is_over_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        group = _signature(function).bind(*args, **kwargs).arguments.get("group")
+        return group in (None, dist.group.WORLD, self._group)
 
     def _over_replicas(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -123,6 +140,16 @@ class _Replicas:
         elif name == "dst":  # of rank 0, unless it is told
             given.setdefault("group_dst", 0)
         return given
+
+
+def _refuse(caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if is_users(caller):
+        raise StepError(
+            f"{original.__name__} was called by {caller}, but in a pipeline or with tensor parallel the ranks that it"
+            " counts are replicas, of which no further groups are made. Leave the group out: torch.distributed is over"
+            " all replicas by itself, and so is torch.distributed.group.WORLD."
+        )
+    return original(*args, **kwargs)
 
 
 def _named(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from lightning.pytorch import LightningModule
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.errors import ThreeDError
+from lightning_3d.errors import BatchError, ConfigError, MemoryPlanError, SplitError, ThreeDError, TooFewSamplesError
 
 _LOSSES = {
     "auto": "that of the whole batch, as on one device; the first step shows how the microbatches' losses make it up",
@@ -43,6 +44,22 @@ def naming_inline(error: BaseException, mode: str) -> BaseException:
     if isinstance(error, ThreeDError):
         error.args = (f"{error} Or set pipeline.mode={modes} any step, one stage at a time.",)
     return error
+
+
+def follows_from_stages(error: Exception, config: ThreeDConfig) -> bool:
+    """Whether an error in planning is one of stages, for which ``pipeline.mode="auto"`` runs steps inline."""
+    if config.pipeline.mode == "microbatched":
+        return False
+    if isinstance(error, TooFewSamplesError):
+        return config.pipeline.num_microbatches == "auto"
+    if isinstance(error, BatchError):
+        return isinstance(error, SplitError)
+    return not isinstance(error, (ConfigError, MemoryPlanError, torch.OutOfMemoryError))
+
+
+def unfollowed_text(error: BaseException) -> str:
+    """Why steps run inline, for ``inline_text``."""
+    return f"as stages can't follow it. {reason_of(error)}"
 
 
 def reason_of(error: BaseException) -> str:

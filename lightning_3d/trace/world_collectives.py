@@ -1,4 +1,4 @@
-"""Collectives over all replicas that a step calls by ``torch.distributed``: refused in microbatches.
+"""Collectives that a step calls by ``torch.distributed``: refused in microbatches.
 
 Only the stages that get to that line of the step would call them, each as often as it has microbatches.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning_3d.distributed.replica_world import COLLECTIVES, is_over_all, is_users
+from lightning_3d.distributed.replica_world import COLLECTIVES, is_users
 from lightning_3d.errors import TraceError
 from lightning_3d.torch_internals.function_calls import calls_answered
 from lightning_3d.trace.refusals import user_frame
@@ -21,10 +21,9 @@ def world_collectives_refused() -> AbstractContextManager[None]:
     thread = threading.get_ident()
 
     def refuse(caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_here = threading.get_ident() == thread and is_users(caller)
-        if is_here and is_over_all(original, args, kwargs):
+        if threading.get_ident() == thread and is_users(caller):
             raise TraceError(
-                f"torch.distributed.{original.__name__} over all ranks was called in a step (at {user_frame()}),"
+                f"torch.distributed.{original.__name__} was called in a step (at {user_frame()}),"
                 " but in microbatches not every stage gets to each line of it, and those that do for each microbatch."
                 " Use self.all_gather or self.trainer.strategy.reduce, or a hook, or pipeline.mode=inline, where"
                 " it goes over the replicas."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import split_batch
 from lightning_3d.planning.budget import Budget
 from lightning_3d.planning.held import HeldAhead, StateShapes, least_held
-from lightning_3d.planning.inline_mode import reason_for_inline
+from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, reason_for_inline, unfollowed_text
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import ExampleStep, Observation, Observer, decide
@@ -143,14 +144,14 @@ class Ahead:
         """
         self._checks(config, shape)
         if (why := reason_for_inline(self.module, config)) is not None:
-            raise PlanError(
-                f"{type(self.module).__name__}'s steps run inline, {why}: only microbatched steps are planned ahead"
-            )
+            raise self._inline(why)
         if not config.activations.offload:
             budget = _UNLIMITED if memory is None else memory
             config = replace(config, activations=replace(config.activations, budget=budget))
-        device, observed = self._device, self.observe(config, shape)
-        with self._precision.dtype_of_steps():
+        device = self._device
+        with self._told_of_inline(config, shape, SplitError, TraceError):
+            observed = self.observe(config, shape)
+        with self._told_of_inline(config, shape, PlanError), self._precision.dtype_of_steps():
             plan = decide(observed, config, shape, device)
         held = HeldAhead(StateShapes(self.module), plan, config, self.num_states)
         seconds, step = None, None
@@ -182,6 +183,20 @@ class Ahead:
                 gathers_again=again,
             )
         return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent, step=step, seconds=seconds)
+
+    @contextmanager
+    def _told_of_inline(self, config: ThreeDConfig, shape: MeshShape, *errors: type[Exception]) -> Iterator[None]:
+        """Say what training does where such an error is one of stages."""
+        try:
+            yield
+        except errors as error:
+            if shape.pp == 1 or not follows_from_stages(error, config):
+                raise
+            raise self._inline(unfollowed_text(error)) from error
+
+    def _inline(self, why: str) -> PlanError:
+        name = type(self.module).__name__
+        return PlanError(f"{name}: only steps in microbatches are planned ahead, but {inline_text(why)}")
 
     def observe(self, config: ThreeDConfig, shape: MeshShape) -> Observation:
         """Trace the step on a mesh.

@@ -12,10 +12,9 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import alike, on_one_rank
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.distributed.rng import Generators
-from lightning_3d.errors import BatchError, ConfigError, MemoryPlanError, SplitError, TooFewSamplesError
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.planning.inline_mode import inline_text, reason_for_inline, reason_of
+from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, reason_for_inline, unfollowed_text
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observation, Observer, decide
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -66,17 +65,9 @@ class StepPlanner:
         try:
             return self._in_stages(config)
         except Exception as error:
-            if config.pipeline.mode == "microbatched" or self._is_elsewhere(error, config):
+            if not follows_from_stages(error, config):
                 raise
-            return self._inline(config, f"as stages can't follow it. {reason_of(error)}")
-
-    def _is_elsewhere(self, error: Exception, config: ThreeDConfig) -> bool:
-        """Whether an error is no matter of stages, or of what was asked for."""
-        if isinstance(error, TooFewSamplesError):
-            return config.pipeline.num_microbatches != "auto"
-        if isinstance(error, BatchError):
-            return not isinstance(error, SplitError)
-        return isinstance(error, (ConfigError, MemoryPlanError, torch.OutOfMemoryError))
+            return self._inline(config, unfollowed_text(error))
 
     def _in_stages(self, config: ThreeDConfig) -> Planned:
         with alike():  # the user's code may fail on one rank alone

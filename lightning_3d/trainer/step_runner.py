@@ -17,7 +17,7 @@ from lightning_3d.pipeline.attempt import StepFailed
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
-from lightning_3d.planning.inline_mode import inline_text, naming_inline, once_inline_text, reason_of
+from lightning_3d.planning.inline_mode import inline_text, naming_inline, once_inline_text, unfollowed_text
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
@@ -210,7 +210,7 @@ class PipelineRunner(StepRunner):
         is_refused = not failed.is_undone or isinstance(error, torch.OutOfMemoryError)
         if is_refused or (name == TRAINING and self._mode == "microbatched"):
             raise naming_inline(error, self._mode) if name == TRAINING else error
-        why = f"as stages can't follow it. {reason_of(error)}"
+        why = unfollowed_text(error)
         if is_final:
             self.inline = {**self.inline, name: why}
             self.engine = None if name == TRAINING else self.engine

@@ -65,7 +65,7 @@ def refuse_in_stages(mesh: Mesh, name: str) -> None:
 
 
 def _group(mesh: Mesh, group: Any, name: str) -> Any:
-    if group is None or group is dist.group.WORLD:
+    if group in (None, dist.group.WORLD, mesh.group("dp")):
         return mesh.group("dp")
     if mesh.shape.pp > 1 and present_step() is not None:
         raise StepError(
