@@ -1,5 +1,5 @@
-"""Changes that a block makes in objects among its arguments that pytrees do not look into: layers fill a cache that they
-share, and each reads what those before it left.
+"""Changes that a block makes in objects among its arguments that pytrees do not look into: layers fill a cache that
+they share, and each reads what those before it left.
 """
 
 from __future__ import annotations
