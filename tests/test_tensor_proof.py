@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.planning.plan import Plan
+from lightning_3d.tensor import Verification, plan_block, verify, verify_block
+from lightning_3d.tensor.rules.local_form import local_form
+from lightning_3d.tensor.rules.watched_ops import WatchedOps
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from tests.models import Block, TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout
@@ -82,3 +90,98 @@ def test_proof_can_be_left_out(workers: WorkerPools) -> None:
     first, _ = run_layout(workers, Job(model=Odd), Layout(tp=2, verify=False))
     assert not [text for text in first.warned if "left out of blocks" in text]
     assert [plan.is_sharded for plan in _plans(first.plan)] == [True] * 4
+
+
+class Ending(nn.Module):
+    """Ends in a mean cross entropy over rows that lie in slices of the sequence: 33 classes can't be shared out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.head = nn.Linear(16, 33, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x + self.mlp(x)).flatten(0, 1), labels.flatten())
+
+
+def _as_of_a_mean(enter: Any, self: WatchedOps, tensor: Tensor, placement: Any, func: Any) -> None:
+    enter(self, tensor, placement, torch.ops.aten.mean.default)
+
+
+def _proved_losses() -> list[tuple[bool, Verification]]:
+    """Whether a plan has slices of the sequence, and its proof: as it is, and with means of the ranks' means."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    block, x = Ending(), torch.randn(1, 8, 16, requires_grad=True)
+    labels = torch.arange(8).masked_fill(torch.arange(8) < 3, -100)[None]
+    proofs = []
+    for is_planted, seen in ((False, labels), (True, labels), (True, labels.to("meta"))):
+        local_form.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            if is_planted:
+                enter = WatchedOps._enter
+                patch.setattr(WatchedOps, "_enter", lambda *args, enter=enter: _as_of_a_mean(enter, *args))
+            plan = plan_block(block, (x, labels), {}, size=2, sequence_parallel=True)
+            proof = verify_block(block, plan, (x.detach().to("meta").requires_grad_(), seen), {}, mesh)
+            proofs.append((plan.is_sequence_parallel, proof))
+        local_form.cache_clear()
+    return proofs
+
+
+def test_labels_of_the_batch_show_a_mean_of_means(workers: WorkerPools) -> None:
+    for proofs in workers(2).run(_proved_losses):
+        assert [is_along for is_along, _ in proofs] == [True] * 3
+        assert [proof.passed for _, proof in proofs] == [True, False, True], "labels that are alike show nothing"
+        assert proofs[1][1].error is None, "it is another number that was found"
+
+
+class Halves(Block):
+    """Has a buffer of 16 bits, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.register_buffer("scale", torch.ones(32, dtype=torch.bfloat16))
+        self.fails_if: type[Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.fails_if is not None and isinstance(self.attention.q.weight, self.fails_if):
+            raise MemoryError("here alone")
+        return x * self.scale
+
+
+def _raise(*args: Any) -> None:
+    raise MemoryError("here alone")
+
+
+@contextmanager
+def _raise_on_entry(block: nn.Module) -> Iterator[None]:
+    _raise()
+    yield
+
+
+def _proofs_of_failing(places: tuple[str, ...]) -> list[tuple[str, bool, torch.dtype, bool]]:
+    """What proofs come to in which rank 1 fails, and how they leave the block."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x, found = torch.randn(2, 4, 32, requires_grad=True), []
+    for place in places:
+        torch.manual_seed(0)
+        block = Halves()
+        plan = plan_block(block, (x,), {}, size=2)
+        assert plan.is_sharded
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                if place in ("dense", "sharded"):
+                    block.fails_if = nn.Parameter if place == "dense" else ShardedTensor
+                else:
+                    is_context = place in ("preserved", "in_fp32")
+                    patch.setattr(verify, place, _raise_on_entry if is_context else _raise)
+            proof = verify_block(block, plan, (x,), {}, mesh)
+        found.append((str(proof.error), proof.passed, block.scale.dtype, block.training))
+    return found
+
+
+def test_a_rank_that_fails_alone_in_a_proof_fails_it_on_all(workers: WorkerPools) -> None:
+    places = ("preserved", "in_fp32", "dense", "sharded", "apply_block", "difference")
+    left = ("MemoryError: here alone", False, torch.bfloat16, True)
+    assert workers(2).run(_proofs_of_failing, places, timeout=60) == [[left] * len(places)] * 2

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +21,8 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.torch_internals.capture import is_captured
+
+T = TypeVar("T")
 
 _FAILED, _ENDED = -1, -2
 """In place of the number of the next collective."""
@@ -59,6 +62,20 @@ class ProofAxis(MeshAxis):
         dist.all_gather_object(errors, error, self.mesh.get_group())
         own = [text for text in errors if text is not None and not text.startswith(_STOPS)] or [_STOPS]
         raise ProofFailed(own[0])
+
+    @contextmanager
+    def inside(self, context: AbstractContextManager[T]) -> Iterator[T]:
+        """Collective: a context that is entered and left by all ranks or by none.
+
+        Raises:
+            ProofFailed: on every rank, if any of them failed to enter or to leave it.
+        """
+        with ExitStack() as entered:
+            with self.failing_together():
+                value = entered.enter_context(context)
+            yield value
+            with self.failing_together():
+                entered.close()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.meet("all-reduce", tensor)

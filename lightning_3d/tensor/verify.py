@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,14 +92,24 @@ def verify_block(
         compiled: Gives what runs the forward of a sharded block compiled, if there is such a thing.
     """
     device = next((parameter.device for parameter in block.parameters()), torch.device(mesh.device_type))
-    devices = [device] if device.type != "cpu" else []
     example, axis = (tuple(args), dict(kwargs)), ProofAxis(mesh)
+    proof = partial(_proof, block, plan, example, device, axis, tolerance, excluded, compiled)
+    try:
+        with axis.inside(_evaluated(block, device)):
+            with axis.inside(in_fp32(block)) as is_widened:
+                proved = proof()
+            return proof() if is_widened and not proved.dense_runs else proved
+    except ProofFailed as failure:
+        return _not_proved(failure, _limit(block, tolerance), dense_runs=False)
+
+
+@contextmanager
+def _evaluated(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a block in evaluation mode inside; random state and block are left as they were."""
+    devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), preserved(block):
         block.eval()
-        proof = partial(_proof, block, plan, example, device, axis, tolerance, excluded, compiled)
-        with in_fp32(block) as is_widened:
-            proved = proof()
-        return proof() if is_widened and not proved.dense_runs else proved
+        yield
 
 
 def _proof(
@@ -111,9 +122,7 @@ def _proof(
     excluded: Collection[nn.Parameter],
     compiled: Callable[[nn.Module], Compiled | None],
 ) -> Verification:
-    epsilons = [torch.finfo(p.dtype).eps for p in block.parameters() if p.is_floating_point()]
-    limit = max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5 if tolerance is None else tolerance
-    differences, error, dense_runs = [float("inf")] * 3, None, False
+    limit, dense_runs = _limit(block, tolerance), False
     try:
         with axis.failing_together():
             inputs = proof_inputs(block, plan, example, device, axis.of_first_rank)
@@ -126,17 +135,30 @@ def _proof(
             actual = _run(sharded_block, inputs, lambda: axis.meet("outputs"))
             differences = [difference(*pair, limit) for pair in zip(expected, actual, strict=True)]
     except ProofFailed as failure:
-        error = str(failure)
+        return _not_proved(failure, limit, dense_runs=dense_runs)
     agreed = torch.tensor(differences, dtype=torch.float32, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=axis.mesh.get_group())
     output, input_gradient, parameter_gradient = agreed.tolist()
     return Verification(
-        output=output,
-        input_gradient=input_gradient,
-        parameter_gradient=parameter_gradient,
+        output=output, input_gradient=input_gradient, parameter_gradient=parameter_gradient, tolerance=limit
+    )
+
+
+def _limit(block: nn.Module, tolerance: float | None) -> float:
+    epsilons = [torch.finfo(p.dtype).eps for p in block.parameters() if p.is_floating_point()]
+    return max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5 if tolerance is None else tolerance
+
+
+def _not_proved(failure: ProofFailed, limit: float, *, dense_runs: bool) -> Verification:
+    """The same on all ranks, as the failure is."""
+    far = float("inf")
+    return Verification(
+        output=far,
+        input_gradient=far,
+        parameter_gradient=far,
         tolerance=limit,
         dense_runs=dense_runs,
-        error=error,
+        error=str(failure),
     )
 
 

@@ -108,8 +108,8 @@ def transformed(name: str) -> TraceError:
     return TraceError(
         f"{name} (called at {user_frame()}) runs inside of a transform of torch.func (vmap, grad, jvp, ...) that gets"
         " blocks or what they gave, which a trace can't look into. Call the transform inside of a block (name its"
-        " module with pipeline.partition='type:REGEX'), or use tensor_parallel_size=1 and, in a pipeline,"
-        " pipeline.mode=inline."
+        " module with pipeline.partition='type:REGEX'; tensor parallel leaves it replicated), or use"
+        " pipeline_parallel_size=1 and tensor_parallel_size=1."
     )
 
 
