@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
 from lightning_3d.tensor.plan.planned_axis import Caused
-from lightning_3d.tensor.plan.replay import record_block, replay
+from lightning_3d.tensor.plan.record import record_block
+from lightning_3d.tensor.plan.replay import replay
 from lightning_3d.tensor.plan.simulate import Choice, simulate_block
 from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
 from tests.law.models import tensor as law
@@ -111,7 +112,7 @@ def test_a_replay_tells_what_a_run_communicates(name: str, sequence_parallel: bo
     block, x = _blocks()[name]
     record = record_block(block, (x,), {})
     column = next(fqn for fqn, parameter in block.named_parameters() if parameter.dim() > 1)
-    for replicated in ({}, {column: "by hand"}):
+    for replicated in ({}, {column: "by hand"}, {}):  # the last one from what the first one answered
         options: dict[str, Any] = {"choice": Choice(replicated=replicated), "size": 2, "by_hand": {}}
         options |= {"sequence_parallel": sequence_parallel, "unread": frozenset()}
         told, ran = replay(record, **options), simulate_block(block, (x,), {}, **options)

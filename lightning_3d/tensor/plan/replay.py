@@ -2,9 +2,10 @@
 
 The search of a plan tries tens of ways to shard a block (`search`). All make the same calls in the same order, as a
 block's code sees tensors of full shape whatever is sharded; they differ in what is sharded. So the block runs once, on
-fake tensors and unsharded, and its calls are written down. A replay asks the same rules about the same calls as a run
-would (`simulate`), and takes the results' shapes from the record; calls that no sharded tensor comes to cost it next to
-nothing. What it says decides only which way is taken: that one is then run.
+fake tensors and unsharded, and its calls are written down (`record`). A replay asks the same rules about the same calls
+as a run would (`simulate`), and takes the results' shapes from the record. A call that no sharded tensor comes to costs
+it next to nothing, and one that communicates nothing is answered once for all replays in which its operands lie alike.
+What it says decides only which way is taken: that one is then run.
 
 The history of a tensor, as autograd has it, is here a number with a bit for every collective of the backward that its
 gradient meets.
@@ -13,112 +14,26 @@ gradient meets.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_3d.tensor.axis import Kind
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Parts, Shard, Sharded, Whole
-from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role
-from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
+from lightning_3d.tensor.plan.record import Record, RecordedCall
 from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation
 from lightning_3d.tensor.plan.weights import Weights
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic
-from lightning_3d.tensor.rules.function import Function, map_tensors, tensors_in
+from lightning_3d.tensor.rules.function import map_tensors, tensors_in
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, cut_sequence, is_along
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of, shard_dim
-from lightning_3d.torch_internals.custom_functions import custom_functions_seen
-from lightning_3d.torch_internals.modules import buffers_of
-from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.torch_internals.tensors import base_of, make_wrapper
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordedCall:
-    """A call that a block's code made, and what it got."""
-
-    call: Call
-
-    output: Any
-
-    results: Sequence[Tensor]
-    """The tensors in it."""
-
-    cls: type[torch.autograd.Function] | None
-    """The custom autograd function that was applied, if one was."""
-
-    has_gradient: bool
-    """Whether autograd recorded."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Record:
-    """One unsharded run of a block on fake tensors."""
-
-    parameters: Mapping[str, Tensor]
-    """By name, ties under every name."""
-
-    args: tuple[Any, ...]
-
-    calls: list[RecordedCall] = field(default_factory=list)
-
-    outputs: Sequence[Any] = ()
-    """Leaves."""
-
-    buffers: Sequence[Tensor] = ()
-    """The block's, after the run."""
-
-    read_data: bool = False
-
-
-def record_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Record:
-    """Run a block's forward on fake tensors, and write down its calls.
-
-    Raises:
-        Exception: whatever the block raises on fake tensors.
-    """
-    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
-        record = Record(parameters=fakes.parameters, args=fakes.args)
-        recorder, assumed = _Recorder(record), AssumedValues()
-        with assumed, recorder, custom_functions_seen(recorder.on_custom_function):
-            output = block.forward(*fakes.args, **fakes.kwargs)
-        record.outputs, record.read_data = tree_leaves(output), assumed.were_read
-        record.buffers = [b for module in block.modules() for b in buffers_of(module).values() if b is not None]
-    return record
-
-
-class _Recorder(Interpreter):
-    """Writes down the calls that a simulation answers."""
-
-    sees_all = True
-
-    def __init__(self, record: Record) -> None:
-        super().__init__(PlannedAxis(1))
-        self._record = record
-
-    def answer(self, call: Call) -> Any:
-        call = Call(without_data(call.function), call.name, call.args, call.kwargs)
-        return self._written_down(call, None)
-
-    def on_custom_function(
-        self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        return self._written_down(Call(function, cls.__name__, args, kwargs), cls)
-
-    def _written_down(self, call: Call, cls: type[torch.autograd.Function] | None) -> Any:
-        output = self.run_plain(call)
-        made = RecordedCall(
-            call=call, output=output, results=tensors_in(output), cls=cls, has_gradient=torch.is_grad_enabled()
-        )
-        self._record.calls.append(made)
-        return output
+from lightning_3d.torch_internals.tensors import make_wrapper
 
 
 def replay(
@@ -184,6 +99,8 @@ class _OnRecord(Interpreter):
         """The call that is made now."""
         self._came = 0
         """The history of its operands."""
+        self._is_repeatable = True
+        """Whether it takes its operands as they lie, so that nothing else decides its answer."""
 
     def now(self, tensor: Any) -> Any:
         """The tensor in place of a recorded one."""
@@ -203,18 +120,24 @@ class _OnRecord(Interpreter):
         """A bit for every collective that the gradient of a tensor meets."""
         return self._histories.get(id(tensor), 0)
 
+    def history_of(self, call: Call) -> int:
+        """A bit for every collective that the gradients of a call's operands meet."""
+        met = 0
+        for tensor in call.tensors:
+            met |= self.history(tensor)
+        return met
+
     def expect(self, kind: Kind, tensor: Tensor) -> int:
         """Another collective of the backward, of the gradient of a full tensor."""
+        self._is_repeatable = False
         self._expected.append(self.axis.caused(kind, tensor, is_backward=True))
         return 1 << len(self._expected) - 1
 
     def follow(self, recorded: RecordedCall, came: int) -> None:
         """Give the results of a call, and what it changed, the history of its operands."""
-        changed = recorded.call.destination
-        written = () if changed is None else (changed, base_of(changed))
-        for tensor in (*recorded.results, *(tensor for tensor in written if tensor is not None)):
-            made, is_written = self.now(tensor), any(tensor is other for other in written)
-            if is_written:
+        for tensor in (*recorded.results, *recorded.written):
+            made = self.now(tensor)
+            if any(tensor is other for other in recorded.written):
                 self._entered_histories.pop(id(tensor), None)
                 came |= self.history(made)
             self._histories[id(made)] = came if recorded.has_gradient and made.requires_grad else 0
@@ -224,12 +147,11 @@ class _OnRecord(Interpreter):
     def run_plain(self, call: Call) -> Any:
         if call.function != self._recorded.call.function:  # a further call on a result, as for a bias
             return super().run_plain(call)
-        self._came = 0
-        for tensor in call.tensors:
-            self._came |= self.history(tensor)
+        self._came = self.history_of(call)
         return self._recorded.output
 
     def execute(self, call: Call, local: LocalCall) -> Any:
+        self._is_repeatable &= local.then is None
         self._came = 0
         for tensor, need in zip(local.tensors, local.needs, strict=True):
             self._came |= self._met(tensor, need)
@@ -257,6 +179,7 @@ class _OnRecord(Interpreter):
     def whole(self, tensor: Tensor) -> Tensor:
         """The same tensor, whose gathering is noted."""
         if isinstance(tensor, ShardedTensor):
+            self._is_repeatable = False
             self.axis.forward.append(self.axis.caused("all-gather", tensor))
         return tensor
 
@@ -267,6 +190,7 @@ class _OnRecord(Interpreter):
         return made
 
     def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
+        self._is_repeatable = False
         if local.weight is None or not is_along(partial, self.sequence):
             self.axis.forward.append(self.axis.caused("all-reduce", partial))
             return partial
@@ -279,6 +203,7 @@ class _OnRecord(Interpreter):
         """The history of an operand that is made what a call needs."""
         history = self.history(tensor)
         if isinstance(need, RunningStatistic):
+            self._is_repeatable = False
             self.statistics.own(tensor, changes=need.changes)
             return history
         if need == placement_of(tensor):
@@ -291,6 +216,7 @@ class _OnRecord(Interpreter):
 
     def _met_by_each(self, tensor: Tensor, history: int) -> int:
         """The history of what every rank reads; one for all calls that read it."""
+        self._is_repeatable = False
         is_slice = isinstance(tensor, ShardedTensor) and self.is_slice_of_sequence(tensor)
         if isinstance(tensor, ShardedTensor) and not is_slice:
             self.whole(tensor)
@@ -319,16 +245,33 @@ class _Replay(Simulation, _OnRecord):
         """Make all calls of a record."""
         for recorded in record.calls:
             self._recorded, call = recorded, recorded.call
-            is_on_shards = any(id(tensor) in self.sharded for tensor in call.tensors)
-            if is_on_shards or self.weights.are_in(call):
-                output = self._answered(recorded, call.mapped(self.now) if is_on_shards else call)
-                for full, made in zip(recorded.results, tensors_in(output), strict=True):
-                    self.sharded.pop(id(full), None)
-                    if isinstance(made, ShardedTensor):
-                        self.sharded[id(full)] = made
+            if self.weights.are_in(call):
+                self._take(recorded, self._answered(recorded, call.mapped(self.now)))
+            elif any(id(tensor) in self.sharded for tensor in call.tensors):
+                self._take(recorded, self._on_shards(recorded, call.mapped(self.now)))
             else:
                 self.run_plain(call)
             self.follow(recorded, self._came)
+
+    def _take(self, recorded: RecordedCall, output: Any) -> None:
+        """Put the sharded tensors among the results in the places of the recorded ones."""
+        for full, made in zip(recorded.results, tensors_in(output), strict=True):
+            self.sharded.pop(id(full), None)
+            if isinstance(made, ShardedTensor):
+                self.sharded[id(full)] = made
+
+    def _on_shards(self, recorded: RecordedCall, call: Call) -> Any:
+        """The answer of a call without weights of which it decides; the one before if its operands lie as they did."""
+        lie = tuple([_lies(tensor) for tensor in call.tensors])
+        if lie in recorded.answers:
+            self._note_cuts(call)
+            self._came = self.history_of(call)
+            return recorded.answers[lie]
+        self._is_repeatable = not any(isinstance(tensor, ShardedTensor) and tensor.is_weight for tensor in call.tensors)
+        output = self._answered(recorded, call)
+        if self._is_repeatable:
+            recorded.answers[lie] = output
+        return output
 
     def _answered(self, recorded: RecordedCall, call: Call) -> Any:
         if recorded.cls is None:
@@ -336,3 +279,8 @@ class _Replay(Simulation, _OnRecord):
         return self.on_custom_function(
             recorded.cls, lambda *args, **kwargs: self.run_plain(call), call.args, call.kwargs
         )
+
+
+def _lies(tensor: Tensor) -> object:
+    """What an answer takes of an operand that no other replay has alike."""
+    return (tensor.placement, tensor.origin, tensor.is_weight) if isinstance(tensor, ShardedTensor) else None

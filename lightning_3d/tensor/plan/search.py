@@ -29,7 +29,8 @@ from torch import nn
 from lightning_3d.tensor.axis import sent_bytes
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.plan.planned_axis import Caused
-from lightning_3d.tensor.plan.replay import record_block, replay
+from lightning_3d.tensor.plan.record import record_block
+from lightning_3d.tensor.plan.replay import replay
 from lightning_3d.tensor.plan.simulate import ChangedInPlace, Choice, Cut, Simulated, simulate_block
 from lightning_3d.tensor.plan.weights import named_parameters
 
@@ -166,7 +167,8 @@ class _Search:
         """
         tried: set[frozenset[str]] = {frozenset()}
         while alike := _alike([d for d in _doubtful(best, self.size) if self._sources(d) not in tried], best):
-            for doubts in (alike, alike[:1]) if len(alike) > 1 else (alike,):
+            are_apart = len({self._sources(doubt) for doubt in alike}) > 1
+            for doubts in (alike, alike[:1]) if are_apart else (alike,):
                 candidate = replicated | {fqn: why for doubt in doubts for fqn, why in self._reasons(doubt).items()}
                 trial = simulate(candidate)
                 if trial.communicated_bytes < best.communicated_bytes:
