@@ -187,7 +187,7 @@ SHARES = {"to the host: pipeline/denominators.py:read": 1.0}
 READS: list[tuple[str, type[TinyGPT], str, tuple[dict[str, float], dict[str, float]]]] = [
     ("tp2", LogsLoss, "32-true", ({}, {})),
     ("dp2", SteppedByOwners, "32-true", ({}, {})),
-    ("pp2", UpdatesMetric, "32-true", ({}, {**SHARES, "read: pipeline/effects/metrics.py:join": 2.0})),
+    ("pp2", UpdatesMetric, "32-true", ({}, {**SHARES, "read: pipeline/effects/metrics.py:_on_call": 2.0})),
     ("zero3", LogsLoss, "16-mixed", ({"read: precision/loss_scaling.py:unscale": 1.0},) * 2),
 ]
 """Layout, model, precision -> where a step makes the host of each rank wait for its device, and how often."""

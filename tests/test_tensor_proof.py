@@ -150,7 +150,7 @@ class Halves(Block):
         return x * self.scale
 
 
-def _raise(*args: Any) -> None:
+def _raise(*args: Any, **kwargs: Any) -> None:
     raise MemoryError("here alone")
 
 

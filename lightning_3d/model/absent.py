@@ -55,6 +55,12 @@ _DRAWN_BY_VALUES = ("multinomial", "binomial", "poisson", "_standard_gamma", "_s
 """Operators that draw as many random numbers as values want."""
 
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
+_FOR_OTHERS = {"new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"}
+"""Functions that make a tensor for which they take the type and the device of their first argument alone."""
+
+_BY_OTHERS = {"expand_as", "reshape_as", "to", "type_as", "view_as"}
+"""Functions that take the type, the device or the shape of the tensors that follow their first argument."""
+
 _LACK = f"{OWN_PREFIX}lack"
 _ON_STAGE = "lies on another pipeline stage"
 
@@ -141,6 +147,8 @@ class AbsentTensor(Tensor):
             return None  # the stage that holds it takes the values
         if func == GET_DEVICE:
             return _lack(args[0]).model.device
+        if _reads_kind_alone(name, args):
+            return func(*tree_map_only(AbsentTensor, _of_its_kind, args), **kwargs)
         if name == "to" and isinstance(args[0], AbsentTensor):
             args, kwargs = tree_map_only((str, torch.device), lambda _: torch.device("meta"), (args, kwargs))
         if name not in _ACCESSORS:
@@ -253,6 +261,17 @@ def _needs_values(name: str, absent: AbsentTensor) -> StepError:
         f" {_lack(absent).place}, and this rank has its shape alone. Do it on every rank {SUMMON}. Or change one"
         " parameter by another itself, as target.data.lerp_(source.data, 0.1): stages send each other such values."
     )
+
+
+def _reads_kind_alone(name: str, args: Sequence[Any]) -> bool:
+    """Whether a function needs the type, the device and the shape of absent tensors alone."""
+    return name in (_FOR_OTHERS if isinstance(args[0], AbsentTensor) else _BY_OTHERS)
+
+
+def _of_its_kind(absent: AbsentTensor) -> Tensor:
+    """A tensor as this one, with one element for all of its shape."""
+    with DisableTorchFunctionSubclass():
+        return torch.empty((), dtype=absent.dtype, device=_lack(absent).model.device).expand(absent.shape)
 
 
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:

@@ -51,7 +51,7 @@ def _copy(function: Callable[..., Any]) -> FunctionType:
     name, defaults, closure = function.__name__, function.__defaults__, function.__closure__
     copy = FunctionType(function.__code__, function.__globals__, name, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__module__ = function.__module__
+    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
     if (wrapped := getattr(function, "__wrapped__", None)) is not None:  # whose signature counts
         copy.__wrapped__ = wrapped  # type: ignore[attr-defined]
     return copy
