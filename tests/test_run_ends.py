@@ -172,22 +172,6 @@ ROWS = {
         statuses={0: 1, 1: 1},
         files=r"on_exception\.ckpt",
     ),
-    "interrupted in a step that never ends": Row(
-        case=Case(layout="tp 2", deed="waits for one that sleeps", ranks=[0, 1], limit=45),
-        statuses={0: 1, 1: 1},
-        says={
-            rank: [
-                f"rank {rank} .*The run was interrupted. The step does not end, as no rank has computed for 10 s:"
-                r" rank 0 waits in barrier at ends.py:\d+; rank 1 is at ends.py:\d+"
-            ]
-            for rank in range(2)
-        },
-    ),
-    "interrupted twice": Row(
-        case=Case(layout="dp 2", deed="waits for one that loops", ranks=[0, 1], limit=45),
-        statuses={0: 1, 1: 1},
-        says={rank: [f"rank {rank} .*The run was interrupted."] for rank in range(2)},
-    ),
     "all are stopped for a while": Row(
         case=Case(
             layout="dp 2", signal="SIGSTOP", ranks=[0, 1], stopped=5, heartbeat_timeout=3, num_steps=20, pause=0.05
@@ -305,12 +289,12 @@ class Holding(TinyMLP):
 
     def setup(self, stage: str) -> None:
         if dist.get_rank() == self.rank:
-            ctypes.PyDLL(None).sleep(6)
+            ctypes.PyDLL(None).sleep(8)
 
 
 def held() -> None:
     for rank in (0, 1):
-        strategy = ThreeDStrategy(heartbeat_timeout=timedelta(seconds=1.5))
+        strategy = ThreeDStrategy(heartbeat_timeout=timedelta(seconds=3))
         trainer = L.Trainer(**QUIET, strategy=strategy, devices=2, max_steps=1, enable_checkpointing=False)
         trainer.fit(Holding(rank), loader(features(8), global_batch_size=4, data_parallel_size=2))
         assert trainer.global_step == 1

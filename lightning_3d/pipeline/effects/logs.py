@@ -44,19 +44,23 @@ class LogCall(NamedTuple):
     batch_size: int | None
 
     @classmethod
-    def bound(cls, *args: Any, **kwargs: Any) -> LogCall:
-        """The call ``self.log(*args, **kwargs)``."""
+    def bound(cls, replicas: dist.ProcessGroup, *args: Any, **kwargs: Any) -> LogCall:
+        """The call ``self.log(*args, **kwargs)``.
+
+        Args:
+            replicas: The group of the replicas, which is that of all ranks to user code.
+        """
         arguments = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
         del arguments["self"]
         if arguments.get("sync_dist_group") is not None:
-            _check_group(arguments.pop("sync_dist_group"), arguments["name"])
+            _check_group(arguments.pop("sync_dist_group"), replicas, arguments["name"])
         name, given, batch_size = arguments.pop("name"), arguments.pop("value"), arguments.pop("batch_size", None)
         return cls(name=name, given=given, arguments=arguments, batch_size=batch_size)
 
 
-def _check_group(group: Any, name: str) -> None:
+def _check_group(group: Any, replicas: dist.ProcessGroup, name: str) -> None:
     """Raise for any group but that of all ranks, which stands for the replicas in every layout."""
-    if group is not dist.group.WORLD:
+    if group not in (dist.group.WORLD, replicas):
         raise StepError(
             f"self.log({name!r}, sync_dist_group=...): with a pipeline the stages log alike, each over its replicas,"
             " and know no other group. Leave sync_dist_group out."
@@ -83,7 +87,8 @@ class Logs(NotedCalls[LogCall]):
         return attributes_replaced(self._module, {"log": self._log})
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
-        call = LogCall.bound(*args, **kwargs)
+        strategy: Any = self._module.trainer.strategy
+        call = LogCall.bound(strategy.mesh.group("dp"), *args, **kwargs)
         given = call.given
         if id(given) in self._metrics:
             value: Any = MetricReference(self._metrics[id(given)])

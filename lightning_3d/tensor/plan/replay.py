@@ -63,7 +63,9 @@ def replay(
             played.make_calls(record)
         with axis.caused_by(call="buffers that it sets"):
             played.make_whole(record.buffers)
-        unread = frozenset(i for i in unread if shard_dim(played.now(record.outputs[i])) is not None)
+        unread = frozenset(
+            i for i, output in enumerate(record.outputs) if i in unread and shard_dim(played.now(output)) is not None
+        )
         with axis.caused_by(call="the block's output"):
             backward = played.make_whole(leaf for i, leaf in enumerate(record.outputs) if i not in unread)
     return played.simulated(choice, backward, unread, read_data=record.read_data)
@@ -282,5 +284,5 @@ class _Replay(Simulation, _OnRecord):
 
 
 def _lies(tensor: Tensor) -> object:
-    """What an answer takes of an operand that no other replay has alike."""
+    """A key of an operand: an answer holds for those that have it alike."""
     return (tensor.placement, tensor.origin, tensor.is_weight) if isinstance(tensor, ShardedTensor) else None
