@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,16 +44,16 @@ class LogCall(NamedTuple):
     batch_size: int | None
 
     @classmethod
-    def bound(cls, replicas: dist.ProcessGroup, *args: Any, **kwargs: Any) -> LogCall:
+    def bound(cls, replicas: Callable[[], dist.ProcessGroup], *args: Any, **kwargs: Any) -> LogCall:
         """The call ``self.log(*args, **kwargs)``.
 
         Args:
-            replicas: The group of the replicas, which is that of all ranks to user code.
+            replicas: Gives the group of the replicas, which is that of all ranks to user code.
         """
         arguments = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
         del arguments["self"]
         if arguments.get("sync_dist_group") is not None:
-            _check_group(arguments.pop("sync_dist_group"), replicas, arguments["name"])
+            _check_group(arguments.pop("sync_dist_group"), replicas(), arguments["name"])
         name, given, batch_size = arguments.pop("name"), arguments.pop("value"), arguments.pop("batch_size", None)
         return cls(name=name, given=given, arguments=arguments, batch_size=batch_size)
 
@@ -86,9 +86,13 @@ class Logs(NotedCalls[LogCall]):
     def begin(self, number: int) -> AbstractContextManager[None]:
         return attributes_replaced(self._module, {"log": self._log})
 
-    def _log(self, *args: Any, **kwargs: Any) -> None:
+    def _replicas(self) -> dist.ProcessGroup:
         strategy: Any = self._module.trainer.strategy
-        call = LogCall.bound(strategy.mesh.group("dp"), *args, **kwargs)
+        group: dist.ProcessGroup = strategy.mesh.group("dp")
+        return group
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        call = LogCall.bound(self._replicas, *args, **kwargs)
         given = call.given
         if id(given) in self._metrics:
             value: Any = MetricReference(self._metrics[id(given)])
