@@ -172,6 +172,11 @@ ROWS = {
         statuses={0: 1, 1: 1},
         files=r"on_exception\.ckpt",
     ),
+    "interrupted twice": Row(
+        case=Case(layout="dp 2", deed="waits for one that loops", ranks=[0, 1], limit=45),
+        statuses={0: 1, 1: 1},
+        says={rank: [f"rank {rank} .*The run was interrupted."] for rank in range(2)},
+    ),
     "all are stopped for a while": Row(
         case=Case(
             layout="dp 2", signal="SIGSTOP", ranks=[0, 1], stopped=5, heartbeat_timeout=3, num_steps=20, pause=0.05
@@ -219,7 +224,7 @@ def test_ranks_end_and_name_the_first_failure(name: str, ends: Mapping[str, End]
 
 def test_signals_are_read_by_those_who_read_them_before() -> None:
     nobody: Any = None
-    interrupts = Interrupts(nobody, nobody, nobody, is_ending=lambda: False, is_fit=True)
+    interrupts = Interrupts(nobody, nobody, is_ending=lambda: False, is_fit=True)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     theirs, written = socket.socketpair()  # as of asyncio
     written.setblocking(False)

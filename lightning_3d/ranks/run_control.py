@@ -53,7 +53,6 @@ class RunControl:
         self._interrupts = Interrupts(
             self._post,
             self._stops,
-            self.standstill,
             is_ending=lambda: self._watchdog.is_ending,
             is_fit=trainer.state.fn == TrainerFn.FITTING,
         )

@@ -58,7 +58,7 @@ class Standstill:
 
     def look(self) -> None:
         """From time to time, in the thread of the watchdog."""
-        now, place, cpu = time.monotonic(), _place_of(self._frame()), self.cpu_seconds()
+        now, place, cpu = time.monotonic(), _place_of(self._frame()), self._cpu_seconds()
         is_same = place == self._place and (place is None or place.is_rendezvous or cpu < self._cpu + _COMPUTES)
         if not is_same:
             self._place, self._since, self._cpu = place, now, cpu
@@ -71,19 +71,14 @@ class Standstill:
         if self._post.rank == 0 and now > self._all_since + _LONGEST and (failure := self._failure()) is not None:
             self._post.board.put_first("failure", failure.to_text())
 
-    def cpu_seconds(self) -> float:
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._thread)
+
+    def _cpu_seconds(self) -> float:
         """Seconds for which the main thread has computed; on other systems than Linux it never counts as waiting."""
         if sys.platform != "linux":
             return time.monotonic()
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread))
-
-    def where(self, otherwise: str = "is") -> str:
-        """Where the main thread waits; or the line where it ``is``."""
-        place = _place_of(self._frame())
-        return f"{otherwise} at {user_line(self._frame())}" if place is None else place.what
-
-    def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._thread)
 
     def _count(self, *, is_waiting: bool) -> None:
         if is_waiting == self._is_counted:
