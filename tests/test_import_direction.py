@@ -16,6 +16,7 @@ ROOMS = (
     "errors",
     "namespaces",
     "waits",
+    "frames",
     "torch_internals",
     "config",
     "distributed",

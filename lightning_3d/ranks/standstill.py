@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, replace
-from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
+from lightning_3d.frames import module_of, package_of, with_callers
 from lightning_3d.ranks.failure import Failure
 from lightning_3d.ranks.watchdog import Post
 
@@ -109,37 +110,22 @@ class Standstill:
 
 def user_line(frame: FrameType | None) -> str:
     """The innermost line of user code that a frame is of, or was called by."""
-    while frame is not None and _package(_module(frame)) in _PACKAGES:
-        frame = frame.f_back
-    return "an unknown line" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    found = next((frame for frame in with_callers(frame) if package_of(frame) not in _PACKAGES), None)
+    return "an unknown line" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
 
 
 def user_lines(frame: FrameType | None) -> tuple[tuple[int, int], ...]:
     """All such lines, down to where Lightning called the user's code: the same where that comes again."""
-    lines: list[tuple[int, int]] = []
-    while frame is not None and (package := _package(_module(frame))) != "lightning":
-        if package not in _PACKAGES:
-            lines.append((id(frame.f_code), frame.f_lineno))
-        frame = frame.f_back
-    return tuple(lines)
+    called = takewhile(lambda frame: package_of(frame) != "lightning", with_callers(frame))
+    return tuple((id(frame.f_code), frame.f_lineno) for frame in called if package_of(frame) not in _PACKAGES)
 
 
 def _place_of(frame: FrameType | None) -> _Place | None:
     """Where the main thread waits, if it does: beneath the user's code, in what torch or this package waits with."""
-    while frame is not None and _package(module := _module(frame)) in _PACKAGES:
-        name = frame.f_code.co_name
+    for inner in takewhile(lambda frame: package_of(frame) in _PACKAGES, with_callers(frame)):
+        module, name = module_of(inner), inner.f_code.co_name
         if module == _RENDEZVOUS:
-            return _Place(what=f"waits for others at {user_line(frame)}", is_rendezvous=True)
+            return _Place(what=f"waits for others at {user_line(inner)}", is_rendezvous=True)
         if name != "wrapper" and (module.startswith(_COLLECTIVES) or (module == _REPLICAS and name == "__call__")):
-            return _Place(what=f"waits in {name} at {user_line(frame)}", is_rendezvous=False)
-        frame = frame.f_back
+            return _Place(what=f"waits in {name} at {user_line(inner)}", is_rendezvous=False)
     return None
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-@cache  # steps ask for it at each call of a block that tensor parallel shards
-def _package(module: str) -> str:
-    return module.partition(".")[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_3d.errors import TraceError
+from lightning_3d.frames import is_of_user, place_of, with_callers
 from lightning_3d.model.pytrees import holds_tensors, is_opaque
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -115,22 +115,7 @@ def transformed(name: str) -> TraceError:
 
 def user_frame() -> str:
     """Where the innermost frame outside torch and this package stands."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_of_user(frame):
-            return place_of(frame)
-        frame = frame.f_back
-    return "unknown"
-
-
-def is_of_user(frame: FrameType) -> bool:
-    """Whether a frame runs code outside torch and this package."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in ("torch", "lightning_3d", "contextlib")
-
-
-def place_of(frame: FrameType) -> str:
-    """File, line and function of a frame."""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return next((place_of(frame) for frame in with_callers(sys._getframe(1)) if is_of_user(frame)), "unknown")
 
 
 def calls_blocks_unseen(name: str, fqns: Sequence[str]) -> TraceError:

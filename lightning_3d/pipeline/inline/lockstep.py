@@ -10,14 +10,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from types import FrameType
 from zlib import crc32
 
 import torch.distributed as dist
 
 from lightning_3d.distributed.agreement import gather_rows
 from lightning_3d.errors import StepError
-from lightning_3d.trace.refusals import is_of_user, place_of
+from lightning_3d.frames import is_of_user, place_of, with_callers
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,10 @@ class Lockstep:
         Args:
             what: This rank came to.
             number: Goes with it, so that what follows needs no further message.
+            owner_rank: Index on the pp axis of the rank that has the block.
 
         Returns:
-            That of the rank which has the block.
+            Its number.
 
         Raises:
             StepError: on all ranks, if they do not come to the same.
@@ -67,13 +67,7 @@ class Lockstep:
 
 
 def _user_lines() -> tuple[str, ...]:
-    lines: list[str] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if is_of_user(frame):
-            lines.append(place_of(frame))
-        frame = frame.f_back
-    return tuple(reversed(lines))
+    return tuple(reversed([place_of(frame) for frame in with_callers(sys._getframe(2)) if is_of_user(frame)]))
 
 
 def _told(everyone: Sequence[_Doing], ranks: Sequence[int]) -> str:
