@@ -17,7 +17,7 @@ from lightning_3d.tensor import BlockTensorPlan, plan_block
 from lightning_3d.tensor.plan.planned_axis import Caused
 from lightning_3d.tensor.plan.record import record_block
 from lightning_3d.tensor.plan.replay import replay
-from lightning_3d.tensor.plan.simulate import Choice, simulate_block
+from lightning_3d.tensor.plan.simulate import Choice, Terms, simulate_block
 from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
 from tests.law.models import tensor as law
 from tests.law.models.spellings import Doubled
@@ -113,9 +113,9 @@ def test_a_replay_tells_what_a_run_communicates(name: str, sequence_parallel: bo
     record = record_block(block, (x,), {})
     column = next(fqn for fqn, parameter in block.named_parameters() if parameter.dim() > 1)
     for replicated in ({}, {column: "by hand"}, {}):  # the last one from what the first one answered
-        options: dict[str, Any] = {"choice": Choice(replicated=replicated), "size": 2, "by_hand": {}}
-        options |= {"sequence_parallel": sequence_parallel, "unread": frozenset()}
-        told, ran = replay(record, **options), simulate_block(block, (x,), {}, **options)
+        choice, terms = Choice(replicated=replicated), Terms(size=2, sequence_parallel=sequence_parallel)
+        told = replay(record, choice=choice, terms=terms)
+        ran = simulate_block(block, (x,), {}, choice=choice, terms=terms)
         for one, other in ((told.forward, ran.forward), (told.backward, ran.backward)):
             assert sorted(map(_communicated, one)) == sorted(map(_communicated, other))
         assert replace(told, forward=(), backward=()) == replace(ran, forward=(), backward=())

@@ -55,31 +55,33 @@ def plan_blocks(
         kind = _kind_of(fqn, block, excluded)
         key = (kind, tuple(roles.items()), leaves, _described((use, *inputs)))
         if key not in found:
+            args, kwargs = example_inputs(inputs)
             find = partial(
                 plan_block,
                 block,
-                *example_inputs(inputs),
+                args,
+                kwargs,
                 size=plan.shape.tp,
                 excluded=[*excluded, *(block.get_parameter(fqn) for fqn in use.fqns)],
                 by_hand={fqn: role for fqn, role in roles.items() if role != "vocabulary"},
                 unread=leaves,
             )
             with wait(f"Planning {fqn}, block {number} of {len(plan.blocks)}"):
-                best = _best(find, sequence_parallel=config.sequence_parallel and not use.fqns)
+                best = _best(find, args, sequence_parallel=config.sequence_parallel and not use.fqns)
             found[key] = with_vocabulary(best, use)
         check_roles(found[key], roles, fqn)
         sharded.append(replace(block_plan, tensor=found[key]))
     return replace(plan, blocks=tuple(sharded))
 
 
-def _best(find: partial[BlockTensorPlan], *, sequence_parallel: bool) -> BlockTensorPlan:
+def _best(find: Callable[..., BlockTensorPlan], args: tuple[Any, ...], *, sequence_parallel: bool) -> BlockTensorPlan:
     """A block's sharding, along its sequence too if that can be."""
     best = find(sequence_parallel=sequence_parallel)
     if sequence_parallel and not best.is_sharded:
         whole = find(sequence_parallel=False)
         return replace(whole, not_sequence_parallel=f"{best.reason} ({whole.summary})")
-    if sequence_parallel and is_uneven(find.args[1], best.size):
-        why = f"its sequence of {find.args[1][0].shape[SEQUENCE_DIM]} is not divisible by {best.size}"
+    if sequence_parallel and is_uneven(args, best.size):
+        why = f"its sequence of {args[0].shape[SEQUENCE_DIM]} is not divisible by {best.size}"
         return replace(best, not_sequence_parallel=why)
     return best
 

@@ -13,7 +13,7 @@ gradient meets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -24,10 +24,9 @@ from torch import Tensor
 from lightning_3d.tensor.axis import Kind
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Parts, Shard, Sharded, Whole
-from lightning_3d.tensor.plan.block_plan import Role
 from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
 from lightning_3d.tensor.plan.record import Record, RecordedCall
-from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation
+from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation, Terms
 from lightning_3d.tensor.plan.weights import Weights
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic
 from lightning_3d.tensor.rules.function import map_tensors, tensors_in
@@ -36,26 +35,17 @@ from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of, shar
 from lightning_3d.torch_internals.tensors import make_wrapper
 
 
-def replay(
-    record: Record,
-    *,
-    choice: Choice,
-    size: int,
-    by_hand: Mapping[str, Role],
-    sequence_parallel: bool,
-    unread: frozenset[int],
-) -> Simulated:
+def replay(record: Record, *, choice: Choice, terms: Terms) -> Simulated:
     """Give the answer of `simulate_block`, as far as a record tells.
 
     Raises:
         ChangedInPlace: as for `simulate_block`.
     """
-    axis = PlannedAxis(size)
-    weights = Weights(
-        record.parameters, choice.replicated, by_hand, choice.part_sizes, axis, partial(stand_in, axis, is_weight=True)
-    )
+    axis = PlannedAxis(terms.size)
+    shard = partial(stand_in, axis, is_weight=True)
+    weights = Weights(record.parameters, choice.replicated, terms.by_hand, choice.part_sizes, axis, shard)
     with torch.enable_grad():
-        sequence = cut_sequence(record.args, PlannedAxis(size))[1] if sequence_parallel else None
+        sequence = cut_sequence(record.args, PlannedAxis(terms.size))[1] if terms.sequence_parallel else None
         played = _Replay(weights, axis, sequence)
         if sequence is not None:
             played.cut_first(record)
@@ -63,9 +53,8 @@ def replay(
             played.make_calls(record)
         with axis.caused_by(call="buffers that it sets"):
             played.make_whole(record.buffers)
-        unread = frozenset(
-            i for i, output in enumerate(record.outputs) if i in unread and shard_dim(played.now(output)) is not None
-        )
+        sharded = {i for i, leaf in enumerate(record.outputs) if shard_dim(played.now(leaf)) is not None}
+        unread = terms.unread & sharded
         with axis.caused_by(call="the block's output"):
             backward = played.make_whole(leaf for i, leaf in enumerate(record.outputs) if i not in unread)
     return played.simulated(choice, backward, unread, read_data=record.read_data)

@@ -31,7 +31,7 @@ from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicate
 from lightning_3d.tensor.plan.planned_axis import Caused
 from lightning_3d.tensor.plan.record import record_block
 from lightning_3d.tensor.plan.replay import replay
-from lightning_3d.tensor.plan.simulate import ChangedInPlace, Choice, Cut, Simulated, simulate_block
+from lightning_3d.tensor.plan.simulate import ChangedInPlace, Choice, Cut, Simulated, Terms, simulate_block
 from lightning_3d.tensor.plan.weights import named_parameters
 
 Simulate = Callable[[dict[str, str]], Simulated]
@@ -78,11 +78,10 @@ def plan_block(
     }
     replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
     search = _Search(size=size, parameters=named_parameters(block), replicated=replicated, by_hand=by_hand)
+    terms = Terms(size=size, by_hand=by_hand, sequence_parallel=sequence_parallel, unread=unread)
     try:
-        told = partial(replay, record_block(block, args, kwargs), size=size, by_hand=by_hand)
-        found = search.run(partial(told, sequence_parallel=sequence_parallel, unread=unread))
-        run = partial(simulate_block, block, args, kwargs, choice=found.choice, size=size, by_hand=by_hand)
-        best = run(sequence_parallel=sequence_parallel, unread=unread)
+        found = search.run(partial(replay, record_block(block, args, kwargs), terms=terms))
+        best = simulate_block(block, args, kwargs, choice=found.choice, terms=terms)
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"

@@ -61,6 +61,19 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """The settings that all tries of a block's plan share, as for `plan_block`."""
+
+    size: int
+
+    by_hand: Mapping[str, Role] = field(default_factory=dict)
+
+    sequence_parallel: bool = False
+
+    unread: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """The decisions that a simulation leaves to its caller."""
 
@@ -134,27 +147,22 @@ def simulate_block(
     kwargs: Mapping[str, Any],
     *,
     choice: Choice,
-    size: int,
-    by_hand: Mapping[str, Role],
-    sequence_parallel: bool,
-    unread: frozenset[int],
+    terms: Terms,
 ) -> Simulated:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
-
-    Takes what `plan_block` takes, and a choice.
 
     Raises:
         ChangedInPlace: a call changes a sharded tensor in place and has no sharded form.
         Exception: whatever the block raises on fake tensors.
     """
-    axis = PlannedAxis(size)
+    axis = PlannedAxis(terms.size)
     with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
 
         def shard(weight: Tensor, placement: Sharded) -> ShardedTensor:
-            return ShardedTensor(placement.own(weight, size, axis.rank), axis, placement, is_weight=True)
+            return ShardedTensor(placement.own(weight, axis.size, axis.rank), axis, placement, is_weight=True)
 
-        weights = Weights(fakes.parameters, choice.replicated, by_hand, choice.part_sizes, axis, shard)
-        own_args, sequence = cut_sequence(fakes.args, axis) if sequence_parallel else (fakes.args, None)
+        weights = Weights(fakes.parameters, choice.replicated, terms.by_hand, choice.part_sizes, axis, shard)
+        own_args, sequence = cut_sequence(fakes.args, axis) if terms.sequence_parallel else (fakes.args, None)
         simulation = Simulation(weights, axis, sequence)
         seen = custom_functions_seen(simulation.on_custom_function)
         assumed = AssumedValues()
@@ -163,7 +171,7 @@ def simulate_block(
         with axis.caused_by(call="buffers that it sets"):
             simulation.make_buffers_whole(block.modules())
         leaves = tree_leaves(output)
-        unread &= {i for i, leaf in enumerate(leaves) if shard_dim(leaf) is not None}
+        unread = terms.unread & {i for i, leaf in enumerate(leaves) if shard_dim(leaf) is not None}
         with axis.caused_by(call="the block's output"):
             outputs = tree_leaves(simulation.gathered(output, unread))
         backward = axis.backward_of(

@@ -74,7 +74,7 @@ class Weights:
     Args:
         fakes: Fake parameter by name; tied names have the same tensor.
         replicated: As for `Choice`.
-        by_hand: As for `simulate_block`.
+        by_hand: As for `plan_block`.
         part_sizes: As for `Choice`.
         axis: The axis that the weights are sharded over.
         shard: Makes the sharded form of a weight or of an alias.
