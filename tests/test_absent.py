@@ -28,5 +28,7 @@ def test_tensors_of_the_kind_of_one_elsewhere_are_here(weight: Tensor) -> None:
 
 
 def test_values_of_one_elsewhere_are_refused(weight: Tensor) -> None:
-    with pytest.raises(StepError, match="needs the values of weight"):
-        torch.ones(3, dtype=torch.bfloat16) + weight
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    for needs in (lambda: x + weight, lambda: torch.nn.functional.linear(input=x, weight=weight)):
+        with pytest.raises(StepError, match="needs the values of weight"):
+            needs()

@@ -265,7 +265,7 @@ def _needs_values(name: str, absent: AbsentTensor) -> StepError:
 
 def _reads_kind_alone(name: str, args: Sequence[Any]) -> bool:
     """Whether a function needs the type, the device and the shape of absent tensors alone."""
-    return name in (_FOR_OTHERS if isinstance(args[0], AbsentTensor) else _BY_OTHERS)
+    return bool(args) and name in (_FOR_OTHERS if isinstance(args[0], AbsentTensor) else _BY_OTHERS)
 
 
 def _of_its_kind(absent: AbsentTensor) -> Tensor:
