@@ -78,6 +78,11 @@ def is_users(module: str) -> bool:
     return module.startswith(_USERS) or module.partition(".")[0] not in _OTHERS
 
 
+def is_of_all(group: object, replicas: dist.ProcessGroup) -> bool:
+    """Whether a group that user code gives is that of all replicas: none, the default one, or what it has as that."""
+    return group in (None, dist.group.WORLD, replicas)
+
+
 @contextmanager
 def replica_world(mesh: Mesh) -> Iterator[None]:
     """Let user code find the replicas in place of all ranks."""
@@ -126,8 +131,7 @@ class _Replicas:
         return handle_torch_function(run, tensors, tensors[0], args, kwargs)
 
     def _is_over_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        group = _signature(function).bind(*args, **kwargs).arguments.get("group")
-        return group in (None, dist.group.WORLD, self._group)
+        return is_of_all(_signature(function).bind(*args, **kwargs).arguments.get("group"), self._group)
 
     def _over_replicas(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.replica_world import is_of_all
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.lightning_helpers import reduce_tensor
@@ -65,7 +66,7 @@ def refuse_in_stages(mesh: Mesh, name: str) -> None:
 
 
 def _group(mesh: Mesh, group: Any, name: str) -> Any:
-    if group in (None, dist.group.WORLD, mesh.group("dp")):
+    if is_of_all(group, mesh.group("dp")):
         return mesh.group("dp")
     if mesh.shape.pp > 1 and present_step() is not None:
         raise StepError(

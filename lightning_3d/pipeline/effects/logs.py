@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_3d.distributed.replica_world import is_of_all
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.effect import NotedCalls
 from lightning_3d.pipeline.effects.join import Joiner, unseen
@@ -60,7 +61,7 @@ class LogCall(NamedTuple):
 
 def _check_group(group: Any, replicas: dist.ProcessGroup, name: str) -> None:
     """Raise for any group but that of all ranks, which stands for the replicas in every layout."""
-    if group not in (dist.group.WORLD, replicas):
+    if not is_of_all(group, replicas):
         raise StepError(
             f"self.log({name!r}, sync_dist_group=...): with a pipeline the stages log alike, each over its replicas,"
             " and know no other group. Leave sync_dist_group out."
