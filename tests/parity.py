@@ -14,12 +14,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, Subset
@@ -222,6 +224,13 @@ def devices(layout: Layout | None, accelerator: str = "cpu") -> dict[str, Any]:
     per_node = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     where = "cpu" if layout is None else accelerator
     return {"accelerator": where, "devices": per_node, "num_nodes": ranks // per_node}
+
+
+def plan_text(plan: Plan | None) -> str:
+    """What people see of a plan."""
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(plan)
+    return console.export_text()
 
 
 def fitted(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
-from io import StringIO
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -26,6 +24,7 @@ from lightning_3d.planning.planner import ExampleStep, Observer, decide
 from lightning_3d.planning.split_blocks import split_blocks
 from lightning_3d.trace.trace import Trace
 from tests.models import TinyGPT
+from tests.parity import plan_text
 
 CPU = torch.device("cpu")
 
@@ -76,12 +75,6 @@ def _plan(
     config = ThreeDConfig.from_mapping({"pipeline_parallel_size": pp, "pipeline": {"partition": partition}, **settings})
     blocks = find_blocks(module, config.pipeline.partition)
     return make_plan(module, blocks, _traced(module, blocks), config, MeshShape(pp=pp, dp=1, cp=1, tp=tp), CPU)
-
-
-def _text(plan: Plan) -> str:
-    console = Console(width=200, record=True, file=StringIO())
-    console.print(plan)
-    return console.export_text()
 
 
 def _stages(plan: Plan) -> list[list[str]]:
@@ -141,7 +134,7 @@ def test_auto_balances_time_within_a_budget() -> None:
     plan = wide()
     assert _stages(plan) == [["layers.0", "layers.1", "layers.2"], ["layers.3", "layers.4"]]
     assert plan.load_unit == "operations"
-    assert "load in operations" in _text(plan)
+    assert "load in operations" in plan_text(plan)
     budgeted = wide(activations={"budget": 6.5 / 1024})  # of 9 MiB of state
     assert _stages(budgeted) == [["layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"]]
     assert sum(stage.load for stage in budgeted.stages) == sum(stage.load for stage in plan.stages)
@@ -155,7 +148,7 @@ def test_auto_goes_by_parameters_where_a_block_needs_data() -> None:
     model = Chain(nn.Linear(8, 8), Counts(8, 8), nn.Linear(8, 8))
     plan = _plan(model, "auto")
     assert plan.load_unit == "parameters"
-    assert "load in parameters" in _text(plan)
+    assert "load in parameters" in plan_text(plan)
 
 
 # ---------------------------------------------------------------------------------------------------- cut points
@@ -195,7 +188,7 @@ class Gives(Chain):
 def test_what_is_no_number_takes_the_code_after_the_blocks_once_more() -> None:
     for model, told in ((Chain, 0), (Gives, 1)):
         plan = _plan(model(nn.Linear(8, 8), nn.Linear(8, 8)))
-        assert " ".join(_text(plan).split()).count("the code after the blocks runs once more") == told
+        assert " ".join(plan_text(plan).split()).count("the code after the blocks runs once more") == told
 
 
 def _layers(*sizes: int) -> nn.Sequential:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from lightning_3d.tensor import Verification, plan_block, verify, verify_block
 from lightning_3d.tensor.rules.local_form import local_form
 from lightning_3d.tensor.rules.watched_ops import WatchedOps
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
-from tests.models import Block, TinyGPT
-from tests.parity import Job, Layout, assert_parity, run_layout
+from tests.models import Block, TinyGPT, tokens
+from tests.parity import Job, Layout, assert_parity, plan_text, run_layout
 from tests.workers import WorkerPools
 
 
@@ -84,6 +85,15 @@ def test_what_differs_is_left_whole_or_without_slices(workers: WorkerPools, sequ
     assert ("Sequence parallelism" in told) == sequence_parallel
     if sequence_parallel:
         assert "% of the parameters sharded" in told["Sequence parallelism"]
+
+
+def test_sequences_that_ranks_do_not_divide_are_told_of(workers: WorkerPools) -> None:
+    job = Job(model=partial(TinyGPT, context=15), data=partial(tokens, context=15))
+    ranks = run_layout(workers, job, Layout(tp=2, sequence_parallel=True))
+    assert_parity(job, ranks)
+    why = "its sequence of 15 is not divisible by 2"
+    assert f"not sequence parallel: {why}" in plan_text(ranks[0].plan)
+    assert [text for text in ranks[0].warned if "Sequence parallelism is left out of blocks" in text and why in text]
 
 
 def test_proof_can_be_left_out(workers: WorkerPools) -> None:
