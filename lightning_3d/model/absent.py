@@ -151,6 +151,8 @@ class AbsentTensor(Tensor):
             return func(*tree_map_only(AbsentTensor, _of_its_kind, args), **kwargs)
         if name == "to" and isinstance(args[0], AbsentTensor):
             args, kwargs = tree_map_only((str, torch.device), lambda _: torch.device("meta"), (args, kwargs))
+        if name.startswith("_foreach_") and (places := _places_here(name, args, kwargs)):
+            return _by_place(func, args, kwargs, places)
         if name not in _ACCESSORS:
             args, kwargs = _with_values_of_stages(name, args, kwargs)
             for leaves in used_together(name, args, kwargs):
@@ -281,6 +283,31 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 def _without_values(part: DTensor) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, device="meta")
+
+
+def _places_here(name: str, args: Any, kwargs: Any) -> list[bool]:
+    """For each place of the lists that a function takes, whether nothing at it is absent; empty if something always is.
+
+    Parts that tensor parallel leaves this rank compute as such at a place of their own only.
+    """
+    groups = used_together(name, args, kwargs)
+    places = [not any(isinstance(leaf, AbsentTensor) for leaf in group) for group in groups]
+    return places if any(places) else []
+
+
+def _by_place(func: Any, args: Any, kwargs: Any, places: Sequence[bool]) -> Any:
+    """Call a function of lists for the places where all is here, and for the others."""
+    results: list[Any] = [None] * len(places)
+    for is_here in (True, False):
+        chosen = [i for i, here in enumerate(places) if here == is_here]
+
+        def at_these(value: Any, chosen: Sequence[int] = chosen) -> Any:
+            return [value[i] for i in chosen] if isinstance(value, list | tuple) else value
+
+        given = {name: at_these(value) for name, value in kwargs.items()}
+        for i, result in zip(chosen, func(*map(at_these, args), **given), strict=True):
+            results[i] = result
+    return results
 
 
 def _is_here(tensor: Tensor) -> bool:

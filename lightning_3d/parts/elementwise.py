@@ -10,9 +10,10 @@ _ARITHMETIC = {
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "invert", "and", "or"}
 _MAKING = {"clone", "contiguous", "copy", "zero", "fill", "empty_like", "zeros_like", "ones_like", "full_like"}
 _CONVERTING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "bool", "type_as"}
+_VIEWING = {"view_as", "expand_as"}  # a parameter as itself: whoever looks for the node that accumulates its gradient
 
 _OPERATORS = _ARITHMETIC | _COMPARISONS
-_FUNCTIONS = _OPERATORS | _MAKING | _CONVERTING
+_FUNCTIONS = _OPERATORS | _MAKING | _CONVERTING | _VIEWING
 
 
 def is_elementwise(name: str) -> bool:

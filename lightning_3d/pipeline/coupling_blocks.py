@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.pytrees import as_called
+from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.joints import grown_dim
 from lightning_3d.pipeline.loss_kind import is_close, tolerance
 from lightning_3d.torch_internals.modules import BatchNorm, named_state
@@ -112,4 +113,5 @@ class _Probe:
 
 
 def _are_alike(first: Tensor, second: Tensor) -> bool:
+    first, second = as_reals(first), as_reals(second)
     return is_close(first.double(), second.double(), tolerance(is_half=first.dtype.itemsize < 4))

@@ -210,6 +210,8 @@ class Judge:
             yield f"no rank holds {sorted(missing)}"
         yield from self._checkpoint(ranks[0].checkpoint)
         plan = ranks[0].plan
+        if plan is not None and plan.inline is not None and self.case.setting != "inline":
+            yield f"steps run inline: {plan.inline}"
         if plan is not None:
             yield from _held(self.case, self.case.layout_row, plan, ranks, self.reference)
 
