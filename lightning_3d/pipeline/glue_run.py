@@ -179,7 +179,7 @@ class WholeGlueRun(GlueRun):
         if dim is not None and meta.shape[dim] // self._size % self._num_views == 0:
             views = self._num_views
         self._of_answers[result.tensor] = views
-        return Joint(meta, metas, self._shares, views).join(parts)
+        return meta.laid_out(Joint(meta, metas, self._shares, views).join(parts))
 
 
 def undropped(call: TracedCall, trace: Trace, values: Sequence[Any]) -> Tensor | None:

@@ -64,11 +64,15 @@ class TensorMeta:
         return self.on_meta() if self.values is None else self.values
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
-        """Numbers between 0 and 1, which probabilities, variances and the like are too; zeros for integers."""
+        """Numbers between 0 and 1, which probabilities, variances and the like are too; zeros for integers.
+
+        They lie in memory as the tensor does.
+        """
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            return self.laid_out(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
         drawn = torch.float32 if self.dtype.itemsize == 1 else self.dtype  # torch draws no float8
-        return torch.rand(self.shape, dtype=drawn, device=self.device, generator=generator).to(self.dtype)
+        numbers = torch.rand(self.shape, dtype=drawn, device=self.device, generator=generator)
+        return self.laid_out(numbers.to(self.dtype))
 
 
 class Ghost(Tensor):

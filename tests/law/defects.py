@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.errors import TraceError
 from lightning_3d.pipeline.batch_loss import BatchLoss, Decision
 from lightning_3d.pipeline.effects import norms
+from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.zero import fully_sharded
 from lightning_3d.zero.gradients import Gradients
@@ -148,6 +150,16 @@ def _weigh_microbatches(patch: Patch) -> None:
         return replace(decision, weights=[1.1 * first, *others])
 
     patch.setattr(BatchLoss, "decide", planted)
+
+
+def _fail_once(patch: Patch) -> None:
+    execute = StageRun._execute
+
+    def planted(self: StageRun, *args: Any) -> Any:
+        patch.setattr(StageRun, "_execute", execute)
+        raise TraceError("something odd")
+
+    patch.setattr(StageRun, "_execute", planted)
 
 
 # -------------------------------------------------------------------------------------------------- weights and steps
@@ -345,6 +357,7 @@ DEFECTS = {
         plant=_clip_locally, shows="weights: ", layouts=("pp2", "tp2", "dp2-zero3"), setting="clipped"
     ),
     "weight of a microbatch": Defect(plant=_weigh_microbatches, shows="gradient of", layouts=("pp2", "pp4", "pp2-tp2")),
+    "step that fails in microbatches": Defect(plant=_fail_once, shows="something odd", layouts=("pp2", "pp2-tp2")),
     "stale weight": Defect(plant=_keep_stale, shows="weights: ", layouts=EVERY),
     "missed step": Defect(plant=_miss_step, shows="weights: ", layouts=("pp2", "tp2", "dp2-zero0", "dp2-zero3")),
     "frozen weight moves": Defect(

@@ -428,6 +428,8 @@ class Habit:
     """A method that the model has to have."""
     warns: tuple[str, ...] = ()
     """Beginnings of warnings that it may give."""
+    runs_inline: bool = False
+    """Whether pipelines can't run steps with it in microbatches."""
     after: Callable[[L.Trainer, L.LightningModule, Any], list[Note]] = _nothing
     """Called after training, with batches; what it notes is compared, too."""
 
@@ -463,11 +465,13 @@ HABITS = {
     "thawing": Habit(mixin=Thawing),
     "manual": Habit(
         mixin=Manual,
+        runs_inline=True,
         fits=_without_tensor_parallel,
         skips=_STEPS_BY_HAND,
     ),
     "adversaries": Habit(
         mixin=Adversaries,
+        runs_inline=True,
         optimizers=_by_halves,
         fits=_without_tensor_parallel,
         skips=_STEPS_BY_HAND | _OTHER_OPTIMIZERS | _RESUMED,

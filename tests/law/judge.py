@@ -210,10 +210,16 @@ class Judge:
             yield f"no rank holds {sorted(missing)}"
         yield from self._checkpoint(ranks[0].checkpoint)
         plan = ranks[0].plan
-        if plan is not None and plan.inline is not None and self.case.setting != "inline":
-            yield f"steps run inline: {plan.inline}"
+        yield from self._mode(ranks[0].inline)
         if plan is not None:
             yield from _held(self.case, self.case.layout_row, plan, ranks, self.reference)
+
+    def _mode(self, said: Sequence[str]) -> Iterator[str]:
+        """A pipeline whose steps fail in microbatches is right, and hides why they fail."""
+        layout, rows = self.case.layout_row, (self.case.model_row, HABITS[self.case.habit])
+        expected = layout.mode == "inline" or any(row.runs_inline for row in rows)
+        if layout.pp > 1 and expected != bool(said):
+            yield said[0] if said else "nothing was said of steps that run inline"
 
     def _checkpoint(self, found: dict[str, Any]) -> Iterator[str]:
         expected = self.reference.checkpoint

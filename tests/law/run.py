@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -63,6 +64,8 @@ class Run:
     """What `save_checkpoint` wrote, on rank 0."""
     held: Held = field(default_factory=lambda: Held(parameters={}, optimizer_state={}))
     warned: list[str] = field(default_factory=list)
+    inline: list[str] = field(default_factory=list)
+    """What was said of steps and evaluations that run inline."""
     left: list[str] = field(default_factory=list)
     """Whatever is not as it was before the run."""
     plan: Plan | None = None
@@ -162,7 +165,8 @@ def run_case(case: Case, layout: Layout | None) -> Run:
 
 def _trained(case: Case, layout: Layout | None) -> Run:
     run, setting = Run(), case.setting_row
-    with warnings.catch_warnings(record=True) as caught, _warns_each_time():
+    told = _Told()
+    with warnings.catch_warnings(record=True) as caught, _warns_each_time(), told:
         warnings.simplefilter("always")
         if setting.is_resumed and layout is not None:
             _train(case, Run(), case.first_layout, epochs=1, begun=None, saved="begun.ckpt")
@@ -170,7 +174,26 @@ def _trained(case: Case, layout: Layout | None) -> Run:
         else:
             _train(case, run, layout, epochs=setting.epochs, begun=None, saved="final.ckpt")
     run.warned = [str(warning.message) for warning in caught]
+    run.inline = [text for text in told.texts if "runs inline" in text or "run inline" in text]
     return run
+
+
+class _Told(logging.Handler):
+    """Collects what rank 0 says, as a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._logger = logging.getLogger("lightning.pytorch")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> None:
+        self._logger.addHandler(self)
+
+    def __exit__(self, *exception: object) -> None:
+        self._logger.removeHandler(self)
 
 
 @contextmanager

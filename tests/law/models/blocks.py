@@ -304,6 +304,7 @@ MODELS = {
     ),
     "odd-gpt": Model(
         job=Job(model=OddGPT, num_val_batches=1),
+        runs_inline=True,
         families=frozenset({"pp", "tp", "dp"}),
         skips=frozenset({"reads", "calls"}),  # keeps a graph, which can't be copied, and reads weights between blocks
         warns=LEFT_DENSE,

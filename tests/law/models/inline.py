@@ -313,16 +313,27 @@ def _with_one_replica(layout: Layout) -> bool:
 
 
 MODELS = {
-    "penalised": Model(job=small_job(Penalised, features), lr=0.03, fits=lambda layout: layout.tp == 1),
+    "penalised": Model(
+        job=small_job(Penalised, features), runs_inline=True, lr=0.03, fits=lambda layout: layout.tp == 1
+    ),
     "heat-equation": Model(
-        job=small_job(HeatEquation, features), lr=0.03, families=frozenset({"pp"}), fits=lambda layout: layout.tp == 1
+        job=small_job(HeatEquation, features),
+        runs_inline=True,
+        lr=0.03,
+        families=frozenset({"pp"}),
+        fits=lambda layout: layout.tp == 1,
     ),
     "reversible": Model(
-        job=small_job(Reversible, features), lr=0.03, families=frozenset({"pp"}), fits=lambda layout: layout.tp == 1
+        job=small_job(Reversible, features),
+        runs_inline=True,
+        lr=0.03,
+        families=frozenset({"pp"}),
+        fits=lambda layout: layout.tp == 1,
     ),
-    "quantised": Model(job=small_job(Quantised, features), lr=0.03, has_plain_step=False),
+    "quantised": Model(job=small_job(Quantised, features), runs_inline=True, lr=0.03, has_plain_step=False),
     "balanced": Model(
         job=small_job(Balanced, features),
+        runs_inline=True,
         lr=0.03,
         has_plain_step=False,
         families=frozenset({"pp"}),
@@ -334,12 +345,14 @@ MODELS = {
     ),
     "deep-q": Model(
         job=small_job(DeepQ, features),
+        runs_inline=True,
         lr=0.03,
         fits=_with_one_replica,
         skips=frozenset({"resumed", "resumed-folder", "offloaded-resumed"}),  # checkpoints lack what it remembers
     ),
     "proximal-policy": Model(
         job=small_job(ProximalPolicy, features),
+        runs_inline=True,
         lr=0.03,
         fits=_with_one_replica,
         has_plain_step=False,

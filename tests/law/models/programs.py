@@ -347,6 +347,7 @@ MODELS = {
     ),
     "bookkeeping": Model(
         job=Job(model=Bookkeeping, data=partial(features, seed=2), num_missing=3, num_val_batches=2),
+        runs_inline=True,
         traits=UNEVEN,
         has_plain_step=False,
         warns=("No negative samples", "No positive samples", "4 of the 15 entries of this state_dict"),

@@ -33,6 +33,8 @@ class Model:
     """Settings and habits that it does not go with."""
     has_plain_step: bool = True
     """Whether its training step takes a batch and a number, and returns the loss, as habits that wrap it have it."""
+    runs_inline: bool = False
+    """Whether pipelines can't run its steps in microbatches."""
     families: frozenset[Family] = frozenset({"pp", "tp"})
     """Where the cover trains it: in a pipeline, on shards of tensors, by replicas alone."""
     fits: Callable[[Layout], bool] = lambda layout: True
