@@ -144,6 +144,20 @@ def test_auto_balances_time_within_a_budget() -> None:
     assert _stages(sharded) == _stages(plan)
 
 
+class Widening(nn.Linear):
+    """Keeps half a MiB of a microbatch between its forward and its backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[..., None].expand(-1, -1, 2**12).sin().sin().mean(-1)
+
+
+def test_tensor_parallel_ranks_share_the_activations_of_a_stage() -> None:
+    model = Chain(*(Widening(8, 8) for _ in range(6)))
+    budget = {"activations": {"budget": 2.5 / 1024}}  # the first stage holds two microbatches, the last one
+    plans = [_plan(model, "auto"), _plan(model, "auto", **budget), _plan(model, "auto", tp=2, **budget)]
+    assert [len(_stages(plan)[0]) for plan in plans] == [3, 2, 3]
+
+
 def test_auto_goes_by_parameters_where_a_block_needs_data() -> None:
     model = Chain(nn.Linear(8, 8), Counts(8, 8), nn.Linear(8, 8))
     plan = _plan(model, "auto")

@@ -57,7 +57,7 @@ def find_loads(
             times = within = _times(trace, costs)
             with suppress(RuntimeError):  # there are devices whose memory torch does not count
                 total = total_memory(device, shape.world_size)
-                memory = _memory([(blocks[fqn], costs[fqn]) for fqn in calls], config, shape)
+                memory = _memory([(blocks[fqn], costs[fqn].divided(shape.tp)) for fqn in calls], config, shape)
                 within = _within(config.activations.budget_bytes(total, total), times, memory)
             return Loads(of_stage=within, told=times, unit="operations")
     return _plain(additive([num_parameters(blocks[fqn]) for fqn in calls]), "parameters")

@@ -216,9 +216,9 @@ class Judge:
 
     def _mode(self, said: Sequence[str]) -> Iterator[str]:
         """A pipeline whose steps fail in microbatches is right, and hides why they fail."""
-        layout, rows = self.case.layout_row, (self.case.model_row, HABITS[self.case.habit])
-        expected = layout.mode == "inline" or any(row.runs_inline for row in rows)
-        if layout.pp > 1 and expected != bool(said):
+        layout = self.case.layout_row
+        expected = self.case.model_row.runs_inline or HABITS[self.case.habit].runs_inline
+        if layout.pp > 1 and layout.mode != "inline" and expected != bool(said):
             yield said[0] if said else "nothing was said of steps that run inline"
 
     def _checkpoint(self, found: dict[str, Any]) -> Iterator[str]:
