@@ -87,7 +87,8 @@ class Layout:
     stages_per_rank: int | Literal["auto"] = "auto"
     partition: str | tuple[str, ...] = "parameters"
     loss: Literal["auto", "mean", "sum", "whole"] = "auto"
-    mode: Literal["auto", "microbatched", "inline"] = "auto"
+    mode: Literal["auto", "microbatched", "inline"] = "microbatched"
+    """Not what users have, as steps that fail in microbatches are right inline."""
     tensor_plan: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     verify: bool = True

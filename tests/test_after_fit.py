@@ -20,7 +20,7 @@ from tests.parity import Layout, fitted
 from tests.test_averaging import Model
 from tests.workers import WorkerPools
 
-LAYOUTS = (Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2))
+LAYOUTS = (Layout(dp=2, zero=3), Layout(pp=2, mode="inline"), Layout(tp=2))  # of statistics between blocks
 
 INPUTS = torch.arange(16)[None]
 

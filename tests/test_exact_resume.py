@@ -50,14 +50,14 @@ class Model(L.LightningModule):
 
     def __init__(self, draws: Draws, *, norm: bool = False) -> None:
         super().__init__()
-        self.draws, self.generator = draws, np.random.default_rng(5)
+        self.draws, self.generator = draws, np.random.default_rng(5) if draws == "glue" else None
         self.blocks = nn.ModuleList(Block(0.3 if draws == "blocks" else 0.0) for _ in range(4))
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.head = nn.Linear(WIDTH, 1)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, target = batch
-        if self.draws == "glue":
+        if self.generator is not None:
             x = x + torch.rand_like(x) * random.random() * np.random.rand() + self.generator.random()
         for block in self.blocks:
             x = block(x)

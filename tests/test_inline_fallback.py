@@ -63,7 +63,7 @@ def _job(trouble: Trouble, at: set[int], dp: int = 1, **settings: Any) -> Job:
     return Job(model=partial(Troubled, trouble, frozenset(at), 8 // dp), data=features, steps=4, **settings)
 
 
-PP = Layout(pp=2)
+PP = Layout(pp=2, mode="auto")
 CASES: dict[str, tuple[Trouble, set[int], Layout, dict[str, Any]]] = {
     "first": ("leaves", {0}, PP, {}),
     "later": ("leaves", {1}, PP, {}),
@@ -74,9 +74,12 @@ CASES: dict[str, tuple[Trouble, set[int], Layout, dict[str, Any]]] = {
     "interleaved": ("raises", {1}, replace(PP, schedule="interleaved"), {}),
     "split backward": ("raises backward", {1}, replace(PP, schedule="interleaved_zero_bubble"), {}),
     "zbv": ("leaves", {1}, replace(PP, schedule="zbv", loss="whole"), {}),
-    "tensor parallel": ("leaves", {1}, Layout(pp=2, tp=2), {}),
-    **{f"zero {z}": ("raises", {1}, Layout(pp=2, dp=2, zero=z), {"accumulate_grad_batches": 2}) for z in (0, 1, 2, 3)},
-    **{f"replica {z}": ("one replica", {1}, Layout(pp=2, dp=2, zero=z), {}) for z in (0, 1, 2, 3)},
+    "tensor parallel": ("leaves", {1}, Layout(pp=2, mode="auto", tp=2), {}),
+    **{
+        f"zero {z}": ("raises", {1}, Layout(pp=2, mode="auto", dp=2, zero=z), {"accumulate_grad_batches": 2})
+        for z in (0, 1, 2, 3)
+    },
+    **{f"replica {z}": ("one replica", {1}, Layout(pp=2, mode="auto", dp=2, zero=z), {}) for z in (0, 1, 2, 3)},
 }
 
 ALWAYS = {"twice", "backward", "accumulated", "split backward", "replica 1", "replica 3"}
@@ -93,7 +96,7 @@ def test_a_step_that_fails_in_microbatches_runs_inline(workers: WorkerPools, nam
 
 
 def test_replicas_that_gather_again_end(workers: WorkerPools) -> None:
-    layout = Layout(pp=2, dp=2, zero=3, zero_settings={"reshard_after_forward": True})
+    layout = Layout(pp=2, mode="auto", dp=2, zero=3, zero_settings={"reshard_after_forward": True})
     with pytest.raises(WorkerError, match=r"(?s)half a batch.*zero\.reshard_after_forward=True replicas wait"):
         workers(4).run(ran, _job("one replica", {1}, 2), layout)
 

@@ -243,6 +243,6 @@ def _own_numbers(layout: Layout) -> list[float]:
 
 def test_own_generators_of_a_module_draw_as_in_one_process(workers: WorkerPools) -> None:
     (expected,) = workers(1).run(_own_numbers, Layout())
-    assert workers(2).run(_own_numbers, Layout(pp=2)) == [expected, expected]
+    assert workers(2).run(_own_numbers, Layout(pp=2, mode="auto")) == [expected, expected]
     with pytest.raises(WorkerError, match="Modules hold random generators of their own"):
-        workers(2).run(_own_numbers, Layout(pp=2, mode="microbatched"))
+        workers(2).run(_own_numbers, Layout(pp=2))

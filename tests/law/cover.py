@@ -119,7 +119,7 @@ class Case:
 
 @cache
 def _layout(name: str, setting: str, is_in_one_piece: bool) -> Layout:
-    layout = SETTINGS[setting].in_layout(LAYOUTS[name])
+    layout = SETTINGS[setting].in_layout(replace(LAYOUTS[name], mode="auto"))  # as users have it
     return (
         replace(layout, num_microbatches=1, schedule="gpipe") if is_in_one_piece and layout.mode != "inline" else layout
     )
