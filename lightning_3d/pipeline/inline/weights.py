@@ -27,7 +27,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.frames import module_of, with_callers
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.torch_internals.autograd import transforms_given
-from lightning_3d.torch_internals.dispatch import GET_DATA, is_in_place, without_function_mode
+from lightning_3d.torch_internals.dispatch import GET_DATA, is_in_place, used_together, without_function_mode
 from lightning_3d.torch_internals.modules import attributes_replaced, parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import without_transforms
@@ -76,6 +76,14 @@ def _steps(caller: FrameType) -> bool:
     frames = ((frame, module_of(frame)) for frame in with_callers(caller))
     frame, module = next(found for found in frames if found[1].startswith(("lightning_3d.", "torch.optim.optimizer")))
     return frame is caller or module == "torch.optim.optimizer"
+
+
+def _unread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a function that changes weights; without data those by which one changes that is elsewhere."""
+    groups = [group for group in used_together(name, args, kwargs) if isinstance(group[0], Tensor) and group[0].is_meta]
+    unread = {id(tensor) for _, *others in groups for tensor in others}
+    no_data = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if id(t) in unread else t  # noqa: E731
+    return tree_map_only(Tensor, no_data, (args, kwargs))
 
 
 def has_given_weights(block: nn.Module) -> bool:
@@ -168,10 +176,11 @@ class BlockWeights:
             return self._note(func(*args, **kwargs), self._source(args[0]))
         name = getattr(func, "__name__", "")
         is_first_changed = is_in_place(name) or name in ("__set__", "__delete__")
-        changed = tree_leaves(args[:1] if is_first_changed else kwargs.get("out"))
-        if not self._sees(changed):
-            args, kwargs = self.with_values((args, kwargs))
-        for tensor in changed:  # where it is
+        changed = {id(t): t for t in tree_leaves(args[:1] if is_first_changed else kwargs.get("out"))}
+        args, kwargs = tree_map_only(Tensor, lambda t: t if id(t) in changed else self._given(t), (args, kwargs))
+        if self._sees(list(changed.values())):
+            args, kwargs = _unread(name, args, kwargs)
+        for tensor in changed.values():
             self._read.pop(self._source(tensor), None)
         return func(*args, **kwargs)
 
