@@ -124,6 +124,7 @@ class BlockWeights:
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # another name or value -> the parameter
         self._functions = _Functions(self.call)
         self._is_in_glue: Callable[[], bool] = lambda: False
+        self._is_unseen = False
 
     def forget(self) -> None:
         """Tensors may have changed."""
@@ -182,14 +183,25 @@ class BlockWeights:
             args, kwargs = _unread(name, args, kwargs)
         for tensor in changed.values():
             self._read.pop(self._source(tensor), None)
-        return func(*args, **kwargs)
+        with self._unseen():
+            return func(*args, **kwargs)
 
     def with_values(self, tree: Any) -> Any:
         """Put the values of weights in their place, if code outside of blocks reads them."""
         return tree_map_only(Tensor, self._given, tree) if self._sees(tree) else tree
 
     def _sees(self, tree: Any) -> bool:
-        return any(self._source(leaf) is not None for leaf in tree_leaves(tree)) and self._is_in_glue()
+        has_weights = not self._is_unseen and any(self._source(leaf) is not None for leaf in tree_leaves(tree))
+        return has_weights and self._is_in_glue()
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Run what a function of torch or a read does itself."""
+        before, self._is_unseen = self._is_unseen, True
+        try:
+            yield
+        finally:
+            self._is_unseen = before
 
     def _given(self, tensor: Tensor) -> Tensor:
         if (source := self._source(tensor)) is None:
@@ -202,7 +214,7 @@ class BlockWeights:
 
     def _value(self, key: object, tensor: Tensor, owner: _Owner, name: str) -> Tensor:
         if key not in self._read:
-            with without_transforms():
+            with without_transforms(), self._unseen():
                 read = self._exchange.read(f"a {name} of {owner.fqn}", tensor, owner.home)
             self._read[key] = self._note(read, self._source(tensor))
         return self._read[key]
