@@ -74,3 +74,25 @@ def test_generation_is_that_of_one_process(layout: Layout, expected: Seen, worke
                 torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-5)
     (told,) = runs[0][1]
     assert told.startswith("validation_step: steps run inline, on the whole batch")
+
+
+class Searches(Generates):
+    """Continues the texts that it validates by beam search, which reorders what its blocks have cached."""
+
+    def _continued(self, ids: Tensor) -> Tensor:
+        generated: Tensor = self.model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, num_beams=2, do_sample=False
+        )
+        return generated
+
+
+def _searched(layout: Layout | None) -> tuple[Tensor, list[list[int]]]:
+    trainer, model = fitted(layout, Searches, data=a.text, batches=1, epochs=1)
+    assert isinstance(model, Searches)
+    return trainer.callback_metrics["generated"], model.hooked
+
+
+def test_beam_search_on_shards_is_that_of_one_process(workers: WorkerPools) -> None:
+    (expected,) = workers(1).run(_searched, None)
+    for found in workers(2).run(_searched, Layout(tp=2)):
+        torch.testing.assert_close(found, expected)

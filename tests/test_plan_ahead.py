@@ -134,6 +134,24 @@ class NotMade(L.Callback):
         raise AssertionError
 
 
+class Rated(TinyGPT):
+    """Takes rates of dropout from a tensor, as many vision models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
+
+
+def test_a_model_whose_code_reads_values_is_planned(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with caplog.at_level("INFO"):
+        main(["plan", "tests.test_plan_ahead.Rated", "tests.test_plan_ahead.a_batch", "--world_size", "2", "--json"])
+    assert json.loads(capsys.readouterr().out)["data_parallel_size"] == 2
+    assert "made in host memory with its weights, as its code reads values: Tensor.item()" in caplog.text
+
+
 @pytest.mark.parametrize("names_classes", [True, False])
 def test_a_file_of_lightning_cli_is_planned(
     names_classes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

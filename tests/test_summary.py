@@ -33,6 +33,17 @@ class Normalised(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class Shown(Normalised):
+    """Shows the sizes of what its modules give, by a forward of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, dtype=torch.long)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x)))  # type: ignore[no-any-return]
+
+
 class _Messages(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +66,19 @@ def _told(layout: Layout, shows: bool = True) -> tuple[list[str], tuple[str, ...
     rank_zero.log.removeHandler(messages)
     assert isinstance(strategy, ThreeDStrategy)
     return [text for text in messages.texts if text.startswith(("Layout", "BatchNorm"))], strategy.plan.losses
+
+
+def _steps(layout: Layout) -> int:
+    settings = {**QUIET, "enable_model_summary": True, "max_epochs": 1, "limit_val_batches": 0}
+    trainer = L.Trainer(
+        strategy=layout.strategy(), devices=layout.world_size, enable_checkpointing=False, max_steps=2, **settings
+    )
+    trainer.fit(Shown(), loader(tokens(16), global_batch_size=8, data_parallel_size=layout.dp))
+    return trainer.global_step
+
+
+def test_a_summary_may_run_submodules_at_stage_3(workers: WorkerPools) -> None:
+    assert workers(2).run(_steps, Layout(dp=2, zero=3)) == [2, 2]
 
 
 def test_rank_zero_tells_once_what_layout_is_running(workers: WorkerPools) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from jsonargparse import ArgumentError
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.config.precision import PrecisionName
 from lightning_3d.config.settings import ThreeDConfig
@@ -24,7 +26,7 @@ class Training:
     """A training to be planned."""
 
     module: LightningModule
-    """On the meta device."""
+    """On the meta device, if it can be made there."""
     data: Any
     """A replica's batch, a DataLoader or a LightningDataModule."""
     config: ThreeDConfig = field(default_factory=ThreeDConfig)
@@ -73,8 +75,20 @@ def read_cli_config(path: str, model_class: Any, data_class: Any) -> Training:
     )
 
 
+def without_weights(make: Callable[[], Any]) -> Any:
+    """Make a model on the meta device, as a plan needs no weights; on the CPU if its code reads values of tensors."""
+    try:
+        with torch.device("meta"):
+            return make()
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" not in str(error):
+            raise
+        rank_zero_info(f"The model is made in host memory with its weights, as its code reads values: {error}")
+    return make()
+
+
 class _Planned(LightningCLI):
-    """Makes the model on the meta device, and no Trainer; runs nothing."""
+    """Makes the model without weights, and no Trainer; runs nothing."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # LightningCLI's own warns of arguments beside the command line
@@ -82,8 +96,7 @@ class _Planned(LightningCLI):
     def instantiate_classes(self) -> None:
         self.config_init = self._made("data", "trainer")
         self.datamodule, self.strategy = self.config_init.fit.get("data"), self.config_init.fit.trainer.strategy
-        with torch.device("meta"):
-            self.model = self._made("model").fit.model
+        self.model = without_weights(lambda: self._made("model").fit.model)
         self.trainer: Any = Trainer
 
     def _made(self, *names: str) -> Any:

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from rich.console import Group
 from torch.utils.data import DataLoader
 
-from lightning_3d.cli.from_config import Training, read_cli_config
+from lightning_3d.cli.from_config import Training, read_cli_config, without_weights
 from lightning_3d.cli.output import show
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.machine import given_machine
@@ -156,8 +155,7 @@ def _given(chosen: Namespace) -> Training:
         raise ConfigError("name a model and what gives its batch, or a file of LightningCLI by --cli_config")
     else:
         data = _made(chosen.batch)
-        with torch.device("meta"):  # no weights are needed
-            module = _made(chosen.model)
+        module = without_weights(lambda: _made(chosen.model))
         if not isinstance(module, LightningModule):
             raise ConfigError(f"{chosen.model} gives a {type(module).__name__}: name a LightningModule")
         given = Training(module=module, data=data)

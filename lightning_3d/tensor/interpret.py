@@ -40,8 +40,8 @@ from lightning_3d.tensor.rules.rewritten import rewritten
 from lightning_3d.tensor.rules.table import RULES
 from lightning_3d.tensor.running_statistics import RunningStatistics
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, GatheredSequence, is_along
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
-from lightning_3d.torch_internals.dispatch import SET_DATA, DisableTorchFunction
+from lightning_3d.tensor.sharded_tensor import UNSEEN, ShardedTensor, shard_dim
+from lightning_3d.torch_internals.dispatch import SET_DATA, DisableTorchFunction, function_modes
 from lightning_3d.torch_internals.modules import buffers_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of
@@ -300,3 +300,13 @@ class _ByTensor(Generic[T]):
                 known = (tensor, version_of(tensor), make())
             self._made[id(tensor)] = known
         return known[2]
+
+
+def _after_block(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(mode, Interpreter) for mode in function_modes()):
+        raise PlanError(f"{UNSEEN} ({operator})")
+    axis = next(tensor.axis for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, ShardedTensor))
+    return Interpreter(axis).answer(Call(operator, operator.overloadpacket.__name__, args, kwargs))
+
+
+ShardedTensor.answer_after_block = _after_block

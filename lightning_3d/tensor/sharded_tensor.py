@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Parts, Shard, Sharded
 from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, set_gradient_hooks
 
-_UNSEEN = (
+UNSEEN = (
     "a sharded activation was used where tensor parallel does not see it: by code that bypasses torch's function "
     "modes, or after the block's forward"
 )
@@ -57,6 +57,9 @@ class ShardedTensor(Tensor):
     origin: Origin | None = None
     """Set while planning."""
 
+    answer_after_block: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+    """Answers operators without gradients after a block's forward, as where beam search reorders what blocks cached."""
+
     __torch_function__ = no_torch_function  # type: ignore[assignment]  # as DTensor has it
 
     @staticmethod
@@ -77,12 +80,14 @@ class ShardedTensor(Tensor):
             (sharded,) = args
             local = sharded.local.detach().requires_grad_(sharded.local.requires_grad)
             return ShardedTensor(local, sharded.axis, sharded.placement, is_weight=sharded.is_weight)
-        raise PlanError(f"{_UNSEEN} ({func})")
+        if torch.is_grad_enabled():
+            raise PlanError(f"{UNSEEN} ({func})")
+        return cls.answer_after_block(func, args, kwargs or {})
 
     def own(self) -> Tensor:
         """The local tensor."""
         if self.grad_fn is not None:  # the result of an autograd function: `local` lacks that part of the history
-            raise PlanError(f"{_UNSEEN} ({self.grad_fn.name()})")
+            raise PlanError(f"{UNSEEN} ({self.grad_fn.name()})")
         return self.local
 
     def follow_local(self) -> None:
@@ -110,7 +115,7 @@ def parts_of(tensor: object) -> Parts | None:
 
 
 def _refuse(gradient: Tensor) -> None:
-    raise PlanError(_UNSEEN)
+    raise PlanError(UNSEEN)
 
 
 _REFUSES: Mapping[int, Callable[[Tensor], None]] = OrderedDict({0: _refuse})

@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
+from torch._functorch import eager_transforms
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook, _StopRecomputationError
@@ -64,6 +65,18 @@ def checkpoints_noted() -> Iterator[list[Function]]:
 
     with recomputed_by(note):
         yield noted
+
+
+@contextmanager
+def transforms_given(values: Callable[[Any], Any]) -> Iterator[None]:
+    """Let transforms of ``torch.func`` that differentiate take ``values(argument)`` in place of each argument."""
+    wrap = eager_transforms._wrap_tensor_for_grad
+
+    def wrapped(argument: Any, level: int) -> Any:
+        return wrap(values(argument), level)
+
+    with attributes_replaced(eager_transforms, {wrap.__name__: wrapped}):
+        yield
 
 
 def is_checkpointing() -> bool:

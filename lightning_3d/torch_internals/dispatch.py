@@ -44,14 +44,29 @@ __all__ = [
 no_dispatch_modes = _disable_current_modes
 """A context in which no dispatch mode is active, fake tensors' included."""
 
-pop_function_mode = _pop_torch_function_stack
-"""Take the innermost function mode off the stack; ``TorchFunctionMode`` itself can only leave in order."""
-
-push_function_mode = _push_on_torch_function_stack
-"""Put a function mode on top of the stack."""
-
 function_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
 """The function modes that are active, the innermost last."""
+
+
+@contextmanager
+def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """A context in which a function mode is off the stack; by itself it can only leave in order."""
+    if mode not in function_modes():
+        yield
+        return
+    above = []
+    while (top := _pop_torch_function_stack()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_on_torch_function_stack(other)
+    try:
+        yield
+    finally:
+        above = [_pop_torch_function_stack() for _ in above]
+        _push_on_torch_function_stack(mode)
+        for other in reversed(above):
+            _push_on_torch_function_stack(other)
+
 
 dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
 """The dispatch modes that are active: fake tensors', then others, the innermost last."""

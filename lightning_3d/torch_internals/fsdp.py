@@ -18,6 +18,11 @@ from lightning_3d.torch_internals.dtensor import spec_of
 from lightning_3d.torch_internals.modules import attributes_replaced
 
 
+def make_root(unit: FSDPModule) -> None:
+    """Let a unit be the root of those inside of it; else the first that runs a forward is one, as for a summary."""
+    fully_shard.state(unit)._lazy_init()  # type: ignore[attr-defined]
+
+
 def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
     """Bring all units to where they are between steps, with the gradients of their sharded parameters.
 

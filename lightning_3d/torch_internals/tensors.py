@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -84,6 +85,10 @@ def untransformed(tensor: Tensor) -> Tensor:
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether code runs inside of a transform of ``torch.func``, where a plain autograd function can't be applied."""
+
+
+without_transforms: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch
+"""A context in which tensors are made as outside of transforms of ``torch.func``."""
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_3d.model.block_runner import BlockRunner, Call, Compiled, Step, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, is_reentrant
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
-from lightning_3d.torch_internals.dispatch import function_modes, pop_function_mode, push_function_mode
+from lightning_3d.torch_internals.dispatch import function_modes, without_function_mode
 from lightning_3d.torch_internals.distributions import arguments_unchecked
 from lightning_3d.trace.attributes import AttributeGuards
 
@@ -157,20 +157,12 @@ class StepMode(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run a block's own code: neither its functions nor nested calls are seen."""
-        above = []
-        while (mode := pop_function_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            push_function_mode(mode)
-        self._router.step = None
-        try:
-            yield
-        finally:
-            self._router.step = self
-            above = [pop_function_mode() for _ in above]
-            push_function_mode(self)
-            for mode in reversed(above):
-                push_function_mode(mode)
+        with without_function_mode(self):
+            self._router.step = None
+            try:
+                yield
+            finally:
+                self._router.step = self
 
 
 def present_step() -> StepMode | None:

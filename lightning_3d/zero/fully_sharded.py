@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.torch_internals.fsdp import drop_gradients, gather_in_backward, reset
+from lightning_3d.torch_internals.fsdp import drop_gradients, gather_in_backward, make_root, reset
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -75,7 +75,6 @@ class FullySharded(Zero):
         super().__init__(module)
         self._keeps_graph = False  # a backward inside of the step has a graph, which the next backward reads
         self._casts = False  # gradients are cast to be reduced
-        self._has_begun = False  # FSDP2 prepares its units in their first forward
         self._keeps = keeps
         self._replicas, self._dtype, self._mesh = Replicas(mesh), config.dtype, mesh
         self._reads = OutsideReads(self._replicas, config.dtype, device)
@@ -104,6 +103,7 @@ class FullySharded(Zero):
                 mark_whole(parameter, wholes[fqn])
         self._reducer: GradientReducer | None = None
         _prefetch(chains, config.prefetch)
+        make_root(self._fsdp)
 
     def _shard_units(
         self, chains: Sequence[Sequence[nn.Module]], offload: OffloadPolicy, *, root_takes_all: bool
@@ -295,15 +295,13 @@ class FullySharded(Zero):
 
     @override
     def begin_forward(self) -> None:
-        self._has_begun = True
         if self._half is not None:
             self._half.begin_step()
 
     @override
     def settle(self) -> None:
         self._reads.reduce()
-        if self._has_begun:
-            reset(self._fsdp, self.shards)
+        reset(self._fsdp, self.shards)
 
 
 def _receive(shard: RankShard, gradient: Tensor) -> None:

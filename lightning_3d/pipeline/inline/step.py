@@ -111,6 +111,7 @@ class InlineStep:
 
     def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a custom autograd function: see [Note: custom functions]."""
+        args, kwargs = self.weights.with_values((args, kwargs))
         outputs = call(*args, **kwargs)
         nodes = {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}
         for node in nodes if torch.is_grad_enabled() else ():
@@ -141,7 +142,8 @@ class InlineStep:
         step, self._router.step = self._router.step, None
         try:
             run = partial(self._run, runner, call)
-            (packed, logs, changed), left = self._exchange.run(fqn, self._homes[fqn], run, args, kwargs)
+            with self.weights.paused():
+                (packed, logs, changed), left = self._exchange.run(fqn, self._homes[fqn], run, args, kwargs)
             set_state(args, kwargs, changed)
             output, hook_values = unpack_outputs(block, packed, (args, kwargs), left.side)
             for name, value in left.values.items():

@@ -2,24 +2,42 @@
 last layer by whose gradients two losses are balanced.
 
 The rank that has the block sends the value to the others, whose copies take part in their graphs; a gradient counts
-where the parameter is. Of ``torch.autograd.grad`` with respect to such a weight the others run the same part of the
-backward, down to what its block gave, and receive the result.
+where the parameter is. It is sent when code reads an attribute, or calls a function of torch on a parameter that it has
+from ``parameters()``, an optimizer or a list of its own; a function that changes one in place goes to those that have
+it. Of ``torch.autograd.grad`` with respect to such a weight the others run the same part of the backward, down to what
+its block gave, and receive the result.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import StepError
+from lightning_3d.frames import module_of, with_callers
 from lightning_3d.pipeline.inline.exchange import Exchange
+from lightning_3d.torch_internals.autograd import transforms_given
+from lightning_3d.torch_internals.dispatch import GET_DATA, is_in_place, used_together, without_function_mode
 from lightning_3d.torch_internals.modules import attributes_replaced, parameters_of
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
+from lightning_3d.torch_internals.tensors import without_transforms
+from lightning_3d.trace.interception import reads_meta_only
+
+_ALIASES = (GET_DATA, Tensor.detach, torch.detach)
+_OF_GRADIENTS = (
+    *(Tensor.grad.__get__, torch.autograd.grad, torch.autograd.backward, Tensor.backward),  # type: ignore[union-attr]
+)
+_MODULES = ("torch.nn.modules.module", "torch.nn.parameter", "torch.distributed.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +47,43 @@ class _Owner:
     fqn: str
     home: int
     """Index on the pp axis of the rank that has it."""
+
+
+class _Functions(TorchFunctionMode):
+    """Shows the functions of torch that code outside of blocks calls.
+
+    Args:
+        call: Calls one; the first argument is the frame that did.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling() or reads_meta_only(func):
+            return func(*args, **(kwargs or {}))
+        return self._call(sys._getframe(1), func, args, kwargs or {})
+
+
+def _is_of_modules(caller: FrameType) -> bool:
+    """Whether it is code by which modules move, copy and save what a rank has of them."""
+    return module_of(caller).startswith(_MODULES)
+
+
+def _steps(caller: FrameType) -> bool:
+    """Whether it is code of this package, or of an optimizer's step, which run for what a rank has."""
+    frames = ((frame, module_of(frame)) for frame in with_callers(caller))
+    frame, module = next(found for found in frames if found[1].startswith(("lightning_3d.", "torch.optim.optimizer")))
+    return frame is caller or module == "torch.optim.optimizer"
+
+
+def _unread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a function that changes weights; without data those by which one changes that is elsewhere."""
+    groups = [group for group in used_together(name, args, kwargs) if isinstance(group[0], Tensor) and group[0].is_meta]
+    unread = {id(tensor) for _, *others in groups for tensor in others}
+    no_data = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if id(t) in unread else t  # noqa: E731
+    return tree_map_only(Tensor, no_data, (args, kwargs))
 
 
 def has_given_weights(block: nn.Module) -> bool:
@@ -65,7 +120,11 @@ class BlockWeights:
             for name, parameter in parameters_of(inner).items()
             if inner not in self._owners and parameter in self._parameters
         }
-        self._read: dict[tuple[nn.Module, str], Tensor] = {}  # since a step began, or an optimizer stepped
+        self._read: dict[object, Tensor] = {}  # since a step began, or an optimizer stepped; buffers by their place
+        self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # another name or value -> the parameter
+        self._functions = _Functions(self.call)
+        self._is_in_glue: Callable[[], bool] = lambda: False
+        self._is_unseen = False
 
     def forget(self) -> None:
         """Tensors may have changed."""
@@ -84,12 +143,10 @@ class BlockWeights:
         def shown(module: nn.Module, name: str) -> Any:
             value = read(module, name)
             owner = self._owner_of(module, name) if isinstance(value, Tensor) else None
-            if owner is None or _is_given(module, name) or not is_in_glue():
+            if owner is None or _is_given(module, name) or not is_in_glue() or _is_of_modules(sys._getframe(1)):
                 return value
             assert isinstance(value, Tensor)
-            if (module, name) not in self._read:
-                self._read[module, name] = self._exchange.read(f"a {name} of {owner.fqn}", value, owner.home)
-            return self._read[module, name]
+            return self._value(value if value in self._parameters else (module, name), value, owner, name)
 
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             given = list(inputs) if isinstance(inputs, Sequence) else [inputs]
@@ -99,17 +156,83 @@ class BlockWeights:
             return self._gradients(differentiate, outputs, given, owners, *args, **kwargs)
 
         self.forget()
+        self._is_in_glue = is_in_glue
         getting = attributes_replaced(nn.Module, {"__getattr__": shown})
-        with getting, attributes_replaced(torch.autograd, {"grad": grad}):
+        differentiating = attributes_replaced(torch.autograd, {"grad": grad})
+        with getting, differentiating, transforms_given(self.with_values), self._functions:
             try:
                 yield
             finally:
                 self.forget()
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Run a block's own code: its functions are not seen."""
+        return without_function_mode(self._functions)
+
+    def call(self, caller: FrameType, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch with the values of the weights that it reads."""
+        if not self._sees((args, kwargs)) or func in _OF_GRADIENTS or _is_of_modules(caller) or _steps(caller):
+            return func(*args, **kwargs)
+        if func in _ALIASES:
+            return self._note(func(*args, **kwargs), self._source(args[0]))
+        name = getattr(func, "__name__", "")
+        is_first_changed = is_in_place(name) or name in ("__set__", "__delete__")
+        changed = {id(t): t for t in tree_leaves(args[:1] if is_first_changed else kwargs.get("out"))}
+        args, kwargs = tree_map_only(Tensor, lambda t: t if id(t) in changed else self._given(t), (args, kwargs))
+        if self._sees(list(changed.values())):
+            args, kwargs = _unread(name, args, kwargs)
+        for tensor in changed.values():
+            self._read.pop(self._source(tensor), None)
+        with self._unseen():
+            return func(*args, **kwargs)
+
+    def with_values(self, tree: Any) -> Any:
+        """Put the values of weights in their place, if code outside of blocks reads them."""
+        return tree_map_only(Tensor, self._given, tree) if self._sees(tree) else tree
+
+    def _sees(self, tree: Any) -> bool:
+        has_weights = not self._is_unseen and any(self._source(leaf) is not None for leaf in tree_leaves(tree))
+        return has_weights and self._is_in_glue()
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Run what a function of torch or a read does itself."""
+        before, self._is_unseen = self._is_unseen, True
+        try:
+            yield
+        finally:
+            self._is_unseen = before
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        if (source := self._source(tensor)) is None:
+            return tensor
+        owner = self._parameters[source]
+        value = self._value(source, source, owner, "weight")
+        if owner.home == self._exchange.pp_rank:
+            return tensor
+        return value if isinstance(tensor, nn.Parameter) else value.detach()
+
+    def _value(self, key: object, tensor: Tensor, owner: _Owner, name: str) -> Tensor:
+        if key not in self._read:
+            with without_transforms(), self._unseen():
+                read = self._exchange.read(f"a {name} of {owner.fqn}", tensor, owner.home)
+            self._read[key] = self._note(read, self._source(tensor))
+        return self._read[key]
+
+    def _note(self, tensor: Tensor, source: Tensor | None) -> Tensor:
+        if source is not None and tensor is not source:
+            self._sources[tensor] = source
+        return tensor
+
+    def _source(self, tensor: Any) -> Tensor | None:
+        """The parameter of a block that a tensor is, or is the value or another name of."""
+        if not isinstance(tensor, Tensor):
+            return None
+        return tensor if tensor in self._parameters else self._sources.get(tensor)
+
     def _owner(self, tensor: Any) -> _Owner | None:
-        if isinstance(tensor, nn.Parameter) and tensor in self._parameters:
-            return self._parameters[tensor]
-        return next((self._owner_of(*slot) for slot, read in self._read.items() if read is tensor), None)
+        source = self._source(tensor)
+        return None if source is None else self._parameters[source]
 
     def _owner_of(self, module: nn.Module, name: str) -> _Owner | None:
         return self._owners.get(module) or self._tied.get((module, name))

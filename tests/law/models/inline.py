@@ -308,6 +308,54 @@ def _joined(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     }
 
 
+class Penalties(Trained):
+    """Goes by the parameters themselves, and by what a block gave: their sizes, a decay by hand, their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8)) for _ in "abc")
+        )
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        first, *others = self.layers.parameters()
+        if self.training:
+            for weight in others[:3]:
+                weight.data = weight.data * 0.99
+                weight.data.sub_(1e-3 * weight.detach().sign())
+        large = max(float(parameter.detach().abs().max()) for parameter in (first, *others))
+        x = self.layers(batch[0])
+        sizes = sum(parameter.abs().sum() for parameter in self.layers.parameters())
+        turned = first.T @ first - torch.eye(8, device=x.device, dtype=x.dtype)
+        flat = nn.utils.parameters_to_vector(self.layers[-1].parameters())
+        penalty = 1e-3 * (sizes + turned.square().sum()) + 0.01 * large * flat.norm()
+        return F.mse_loss(x[:, :4] * (1 + int(x.sum()) % 2), batch[1]) + penalty
+
+
+class FewSteps(Trained):
+    """Learns from what its weights give once they have learned from other samples of the batch (Finn et al. 2017)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+        )
+        self.rates = nn.ParameterList(nn.Parameter(torch.tensor(0.1)) for _ in self.layers.parameters())
+
+    def _error(self, weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(torch.func.functional_call(self.layers, weights, (x,)), y)
+
+    def _learned(self, x: Tensor, y: Tensor, others: Tensor, wanted: Tensor) -> Tensor:
+        weights = dict(self.layers.named_parameters())
+        slopes = torch.func.grad(self._error)(weights, x, y)
+        steps = {name: slopes[name] * rate for name, rate in zip(weights, self.rates, strict=True)}
+        return self._error({name: weight - steps[name] for name, weight in weights.items()}, others, wanted)
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = (tensor.unflatten(0, (len(tensor) // 2, 2)) for tensor in batch)
+        return torch.vmap(self._learned)(x, y, x.roll(1, 0), y.roll(1, 0)).mean()
+
+
 def _with_one_replica(layout: Layout) -> bool:
     return layout.dp == 1
 
@@ -357,6 +405,13 @@ MODELS = {
         fits=_with_one_replica,
         has_plain_step=False,
         skips=frozenset({"clipped-values"}),  # Lightning clips nothing of a step by hand
+    ),
+    "penalties": Model(job=small_job(Penalties, features), lr=0.03, families=frozenset({"pp"})),
+    "few-steps": Model(
+        job=small_job(FewSteps, features),
+        lr=0.03,
+        families=frozenset({"pp"}),
+        fits=lambda layout: layout.dp == layout.tp == 1,
     ),
     "mixup": Model(job=small_job(Mixup, features), fits=_with_one_replica, families=frozenset({"pp"})),
     "graphs": Model(job=small_job(Graphs, features, collate=_joined), lr=0.03, fits=_with_one_replica),

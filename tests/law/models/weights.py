@@ -54,22 +54,23 @@ class Teachers(a.Trained):
     """Follows teachers that average its weights in its steps, each in a way of its own, and in a hook."""
 
     ways: tuple[Follow, ...] = (_assign, _change, _lerp, _copy)
+    ways_between: tuple[Follow, ...] = ways
 
     def __init__(self) -> None:
         super().__init__()
         self.student, self.head = nn.Sequential(Mixer(), Mixer()), nn.Linear(8, 4)
-        self.teachers = nn.ModuleList(copy.deepcopy(self.student) for _ in range(2 * len(self.ways)))
+        self.teachers = nn.ModuleList(copy.deepcopy(self.student) for _ in (*self.ways, *self.ways_between))
         self.averaged = AveragedModel(self.student, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         self.teachers.requires_grad_(False)
         self.averaged.requires_grad_(False)
 
-    def follow(self, first: int) -> None:
-        for way, teacher in zip(self.ways, self.teachers[first:], strict=False):
+    def follow(self, ways: tuple[Follow, ...], teachers: nn.ModuleList) -> None:
+        for way, teacher in zip(ways, teachers, strict=True):
             way(list(teacher.parameters()), list(self.student.parameters()))
 
     def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         if self.training:
-            self.follow(0)
+            self.follow(self.ways, self.teachers[: len(self.ways)])
             self.averaged.update_parameters(self.student)
         with torch.no_grad():
             taught = torch.stack([teacher(batch[0]) for teacher in (*self.teachers, self.averaged)])
@@ -77,7 +78,13 @@ class Teachers(a.Trained):
         return F.mse_loss(self.head(x), batch[1]) + F.mse_loss(x.expand_as(taught), taught)
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        self.follow(len(self.ways))
+        self.follow(self.ways_between, self.teachers[len(self.ways) :])
+
+
+class TeachersElsewhere(Teachers):
+    """They are on other pipeline stages than their student, whose weights they get between steps as they are."""
+
+    ways_between = (_assign, _lerp, _copy)
 
 
 class Formats(a.Trained):
@@ -95,7 +102,7 @@ class Formats(a.Trained):
 
 
 def _without_pipelines(layout: Layout) -> bool:
-    """In a pipeline a step in microbatches is refused that changes a weight by one of another stage."""
+    """Between the steps of a pipeline weights change by those of another stage, but not by what was made of them."""
     return layout.pp == 1
 
 
@@ -104,6 +111,11 @@ MODELS = {
         job=Job(model=Teachers, data=features, num_val_batches=1),
         fits=_without_pipelines,
         families=frozenset({"tp", "dp"}),
+        skips=frozenset({"early", "thawing"}),
+    ),
+    "teachers-elsewhere": Model(
+        job=Job(model=TeachersElsewhere, data=features, num_val_batches=1),
+        families=frozenset({"pp"}),
         skips=frozenset({"early", "thawing"}),
     ),
     "formats": Model(job=Job(model=Formats, data=features, num_val_batches=1), families=frozenset({"pp", "tp", "dp"})),
