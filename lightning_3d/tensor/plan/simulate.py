@@ -31,7 +31,7 @@ from lightning_3d.tensor.rules.contraction import as_contraction
 from lightning_3d.tensor.rules.convolution import as_convolution
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.rules.projection import as_projection
-from lightning_3d.tensor.rules.views import cut_pieces, num_parts_of, viewed_shape
+from lightning_3d.tensor.rules.views import SEPARATE, cut_pieces, num_parts_of, viewed_shape
 from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, placement_of, shard_dim
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
@@ -294,7 +294,7 @@ class Simulation(Interpreter):
     def _note_cuts(self, call: Call) -> None:
         """Note where a call separates the features of column weights."""
         tensor, dim = call.first, shard_dim(call.first)
-        if not isinstance(tensor, ShardedTensor) or dim is None or tensor.origin is None:
+        if call.name not in SEPARATE or not isinstance(tensor, ShardedTensor) or dim is None or tensor.origin is None:
             return
         origin, length = tensor.origin, tensor.shape[dim]
         is_whole = origin.start == 0 and self.weights.have_features(origin.sources, length)

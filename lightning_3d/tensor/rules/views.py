@@ -26,6 +26,9 @@ CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow"
 
 VIEWS = frozenset({"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "__getitem__"})
 
+SEPARATE = CUTS | VIEWS
+"""Calls that may separate the features of a dim."""
+
 _MAX_VIEWS = 8192
 """Shapes of views that are kept."""
 
