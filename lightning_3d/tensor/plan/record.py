@@ -28,8 +28,11 @@ class Answer:
     results: Sequence[Tensor]
     """The tensors in the places of the recorded ones."""
 
-    needs: Sequence[tuple[int, Need]]
-    """Operands by position, and what the call needs them to be."""
+    as_they_lie: Sequence[int]
+    """Operands by position that the call takes as they lie."""
+
+    moved: Sequence[tuple[int, Need]]
+    """The others, and what the call needs them to be."""
 
     sums: Sequence[Caused]
     """The results that are summed over the ranks."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Kind
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Parts, Shard, Sharded, Whole
+from lightning_3d.tensor.placement import WHOLE, Parts, Shard, Sharded, Whole
 from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
 from lightning_3d.tensor.plan.record import Answer, Record, RecordedCall
 from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation, Terms
@@ -132,10 +132,13 @@ class _OnRecord(Interpreter):
         """Give the results of a call, and what it changed, the history of its operands."""
         for tensor in (*recorded.results, *recorded.written):
             made = self.now(tensor)
-            if any(tensor is other for other in recorded.written):
+            if recorded.written and any(tensor is other for other in recorded.written):
                 self._entered_histories.pop(id(tensor), None)
                 came |= self.history(made)
-            self._histories[id(made)] = came if recorded.has_gradient and made.requires_grad else 0
+            if came and recorded.has_gradient and made.requires_grad:
+                self._histories[id(made)] = came
+            else:
+                self._histories.pop(id(made), None)
 
     # ---------------------------------------------------------------------- in place of what an interpreter does
 
@@ -241,15 +244,17 @@ class _Replay(Simulation, _OnRecord):
             self._histories[id(made)] = self.expect("all-gather", first)
 
     def make_calls(self, record: Record) -> None:
-        """Make all calls of a record."""
+        """Make all calls of a record, but for those that neither a sharded tensor nor a history comes to."""
         for recorded in record.calls:
             self._recorded, call = recorded, recorded.call
             if self.weights.are_in(call):
                 self._take(recorded, tensors_in(self._answered(recorded, call.mapped(self.now))))
-            elif any(id(tensor) in self.sharded for tensor in call.tensors):
+            elif not self.sharded.keys().isdisjoint(map(id, call.tensors)):
                 self._take(recorded, self._on_shards(recorded))
-            else:
+            elif recorded.written or not self._histories.keys().isdisjoint(map(id, call.tensors)):
                 self.run_plain(call)
+            else:
+                continue
             self.follow(recorded, self._came)
 
     def _take(self, recorded: RecordedCall, results: Sequence[Tensor]) -> None:
@@ -270,14 +275,20 @@ class _Replay(Simulation, _OnRecord):
         at = {id(operand): i for i, operand in enumerate(operands)}
         if self._is_repeatable and all(id(tensor) in at for tensor, _ in self._needs):
             needs = [(at[id(tensor)], need) for tensor, need in self._needs]
-            recorded.answers[lie] = Answer(results=results, needs=needs, sums=self._sums)
+            moved = [(i, need) for i, need in needs if need != (placement_of(operands[i]) or WHOLE)]
+            as_they_lie = [i for i, need in needs if (i, need) not in moved]
+            recorded.answers[lie] = Answer(results=results, as_they_lie=as_they_lie, moved=moved, sums=self._sums)
         return results
 
     def _repeated(self, call: Call, operands: Sequence[Tensor], known: Answer) -> Sequence[Tensor]:
         if call.name in SEPARATE:
             self._note_cuts(call.mapped(self.now))
-        with self.axis.caused_by(call=call.name):
-            self._came = self._met((operands[i], need) for i, need in known.needs)
+        self._came = 0
+        for i in known.as_they_lie:
+            self._came |= self.history(operands[i])
+        if known.moved:
+            with self.axis.caused_by(call=call.name):
+                self._came |= self._met((operands[i], need) for i, need in known.moved)
         self.axis.forward.extend(known.sums)
         return known.results
 
