@@ -44,6 +44,9 @@ class RecordedCall:
 
     call: Call
 
+    operands: Sequence[int]
+    """The ids of its tensors."""
+
     output: Any
 
     results: Sequence[Tensor]
@@ -122,6 +125,7 @@ class _Recorder(Interpreter):
         written = [] if changed is None else [tensor for tensor in (changed, base_of(changed)) if tensor is not None]
         made = RecordedCall(
             call=call,
+            operands=[id(tensor) for tensor in call.tensors],
             output=output,
             results=tensors_in(output),
             cls=cls,

@@ -245,17 +245,19 @@ class _Replay(Simulation, _OnRecord):
 
     def make_calls(self, record: Record) -> None:
         """Make all calls of a record, but for those that neither a sharded tensor nor a history comes to."""
+        sharded, histories = self.sharded.keys(), self._histories.keys()
         for recorded in record.calls:
-            self._recorded, call = recorded, recorded.call
-            if self.weights.are_in(call):
-                self._take(recorded, tensors_in(self._answered(recorded, call.mapped(self.now))))
-            elif not self.sharded.keys().isdisjoint(map(id, call.tensors)):
+            self._recorded = recorded
+            if self.weights.are_in(recorded.call):
+                self._take(recorded, tensors_in(self._answered(recorded, recorded.call.mapped(self.now))))
+            elif not sharded.isdisjoint(recorded.operands):
                 self._take(recorded, self._on_shards(recorded))
-            elif recorded.written or not self._histories.keys().isdisjoint(map(id, call.tensors)):
-                self.run_plain(call)
+            elif recorded.written or not histories.isdisjoint(recorded.operands):
+                self.run_plain(recorded.call)
             else:
                 continue
-            self.follow(recorded, self._came)
+            if self._came or recorded.written:
+                self.follow(recorded, self._came)
 
     def _take(self, recorded: RecordedCall, results: Sequence[Tensor]) -> None:
         """Put the sharded tensors among the results in the places of the recorded ones."""
