@@ -16,8 +16,35 @@ from lightning_3d.tensor.sharded_tensor import placement_of
 
 _OF_ANY_LENGTHS = frozenset(
     {
-        *("abs", "add", "clamp", "clone", "contiguous", "cos", "div", "exp", "float", "log", "logical_not", "masked_fill"),
-        *("mean", "mul", "neg", "pow", "relu", "rsqrt", "sigmoid", "silu", "sin", "softplus", "softmax", "sqrt", "square"),
+        *(
+            "abs",
+            "add",
+            "clamp",
+            "clone",
+            "contiguous",
+            "cos",
+            "div",
+            "exp",
+            "float",
+            "log",
+            "logical_not",
+            "masked_fill",
+        ),
+        *(
+            "mean",
+            "mul",
+            "neg",
+            "pow",
+            "relu",
+            "rsqrt",
+            "sigmoid",
+            "silu",
+            "sin",
+            "softplus",
+            "softmax",
+            "sqrt",
+            "square",
+        ),
         *("sub", "sum", "swapaxes", "tanh", "to", "transpose", "true_divide", "unsqueeze", "where"),
         *("add_", "clamp_", "div_", "masked_fill_", "mul_", "sub_"),
     }
