@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,14 @@ from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 AXIS = PlannedAxis(2)
 SHARD, PARTS = Shard(1), in_parts(1, (2, 4), 2)
-INDICES = [(0,), (slice(None), slice(None), 1), (..., 2, slice(None, 3)), (None, 1), (..., None), (slice(0, 2),)]
+INDICES: list[Any] = [
+    (0,),
+    (slice(None), slice(None), 1),
+    (..., 2, slice(None, 3)),
+    (None, 1),
+    (..., None),
+    (slice(0, 2),),
+]
 
 
 def _sharded(at: Sharded, *shape: int) -> Tensor:
@@ -44,7 +52,8 @@ def test_basic_indices_beside_the_sharded_dim(at: Sharded) -> None:
         assert made is not None, index
         assert isinstance(expected, tuple), index
         assert made == (expected[0], expected[1][0]), index
-    for index in [(slice(None), 0), (..., slice(0, 2), slice(None), slice(None)), (torch.tensor([0]),), (True,)]:
+    others: list[Any] = [(slice(None), 0), (..., slice(0, 2), slice(None), slice(None)), (torch.tensor([0]),), (True,)]
+    for index in others:
         assert views.take_beside(_call(Tensor.__getitem__, _sharded(at, 4, 6, 5, 7), index), AXIS) is None, index
 
 
@@ -57,8 +66,8 @@ def test_values_set_beside_the_sharded_dim(at: Sharded) -> None:
         assert expected is not None
         assert made is not None
         assert made.needs == expected.needs
-    for value in (1.0, torch.empty(6, 3), _sharded(Shard(0), 4, 6, 3)):
-        assert views.set_beside(_call(Tensor.__setitem__, _sharded(at, 4, 6, 5, 7), index, value), AXIS) is None
+    for other in (1.0, torch.empty(6, 3), _sharded(Shard(0), 4, 6, 3)):
+        assert views.set_beside(_call(Tensor.__setitem__, _sharded(at, 4, 6, 5, 7), index, other), AXIS) is None
 
 
 @pytest.mark.parametrize("at", [SHARD, PARTS])
@@ -101,7 +110,8 @@ class _Chunks(nn.Module):
         for i in range(1, 24):
             row = seen[..., i, :i].clone()
             seen[..., i, :i] = row + (row.unsqueeze(-1) * seen[..., :i, :i].clone()).sum(-2)
-        return self.down(seen.transpose(1, 2).flatten(2))
+        made: Tensor = self.down(seen.transpose(1, 2).flatten(2))
+        return made
 
 
 def test_a_loop_over_positions_is_decided_once() -> None:

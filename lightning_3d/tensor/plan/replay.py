@@ -267,7 +267,7 @@ class _Replay(Simulation, _OnRecord):
                 self.sharded[id(full)] = made
 
     def _on_shards(self, recorded: RecordedCall) -> Sequence[Tensor]:
-        """The results of a call without weights of which it decides; those of before if its operands lie as they did."""
+        """The results of a call without weights to decide; those of before if its operands lie as they did."""
         operands = [self.now(tensor) for tensor in recorded.call.tensors]
         lie = tuple([_lies(operand) for operand in operands])
         if (known := recorded.answers.get(lie)) is not None:
@@ -284,7 +284,7 @@ class _Replay(Simulation, _OnRecord):
 
     def _repeated(self, call: Call, operands: Sequence[Tensor], known: Answer) -> Sequence[Tensor]:
         if call.name in SEPARATE:
-            self._note_cuts(call.mapped(self.now))
+            self._note_cuts(call, self.now(call.first))
         self._came = 0
         for i in known.as_they_lie:
             self._came |= self.history(operands[i])

@@ -143,7 +143,7 @@ def set_beside(call: Call, axis: Axis) -> LocalCall | None:
 
 
 def _around(call: Call) -> tuple[int, int] | None:
-    """The dims before and after the sharded dim in ``x[index]``, if ``index`` is basic and takes all of that; or None."""
+    """How many dims lie before and after the sharded dim in ``x[index]``; None if that doesn't take all of it."""
     placement, index = placement_of(call.first), call.args[1]
     items = index if isinstance(index, tuple) else (index,)
     ellipses = [i for i, item in enumerate(items) if item is Ellipsis]
