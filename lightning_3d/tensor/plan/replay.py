@@ -149,7 +149,8 @@ class _OnRecord(Interpreter):
         return self._recorded.output
 
     def execute(self, call: Call, local: LocalCall) -> Any:
-        self._is_repeatable &= local.then is None
+        # What a weight gives is noted at every use.
+        self._is_repeatable &= local.then is None and local.weight is None and not local.makes_weight
         self._needs = list(zip(local.tensors, local.needs, strict=True))
         self._came, self._sums = self._met(self._needs), []
         placements = iter(local.result) if isinstance(local.result, tuple) else repeat(local.result)
