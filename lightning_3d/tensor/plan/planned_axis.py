@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from lightning_3d.tensor.plan.block_plan import Collective
 from lightning_3d.torch_internals.autograd import reachable_nodes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cause:
+class Cause(NamedTuple):
     """Why something is communicated."""
 
     call: str = ""
@@ -51,7 +51,7 @@ class PlannedAxis:
     @contextmanager
     def caused_by(self, **changes: object) -> Iterator[None]:
         """Let what is communicated inside have this cause; what is not given stays as it is outside."""
-        outer, self._cause = self._cause, replace(self._cause, **changes)  # type: ignore[arg-type]
+        outer, self._cause = self._cause, self._cause._replace(**changes)  # type: ignore[arg-type]
         try:
             yield
         finally:

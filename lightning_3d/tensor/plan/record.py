@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.fakes import on_fakes
-from lightning_3d.tensor.plan.planned_axis import PlannedAxis
-from lightning_3d.tensor.rules.call import Call
+from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
+from lightning_3d.tensor.rules.call import Call, Need
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import buffers_of
@@ -22,10 +22,30 @@ from lightning_3d.torch_internals.tensors import base_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What a replay found of a call, for others in which its operands lie alike."""
+
+    results: Sequence[Tensor]
+    """The tensors in the places of the recorded ones."""
+
+    as_they_lie: Sequence[int]
+    """Operands by position that the call takes as they lie."""
+
+    moved: Sequence[tuple[int, Need]]
+    """The others, and what the call needs them to be."""
+
+    sums: Sequence[Caused]
+    """The results that are summed over the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedCall:
     """A call that a block's code made, and what it got."""
 
     call: Call
+
+    operands: Sequence[int]
+    """The ids of its tensors."""
 
     output: Any
 
@@ -41,8 +61,8 @@ class RecordedCall:
     has_gradient: bool
     """Whether autograd recorded."""
 
-    answers: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    """How its operands lie -> the output in its place, where that took no collective."""
+    answers: dict[tuple[object, ...], Answer] = field(default_factory=dict)
+    """By how its operands lie."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,6 +125,7 @@ class _Recorder(Interpreter):
         written = [] if changed is None else [tensor for tensor in (changed, base_of(changed)) if tensor is not None]
         made = RecordedCall(
             call=call,
+            operands=[id(tensor) for tensor in call.tensors],
             output=output,
             results=tensors_in(output),
             cls=cls,

@@ -4,7 +4,7 @@ The search of a plan tries tens of ways to shard a block (`search`). All make th
 block's code sees tensors of full shape whatever is sharded; they differ in what is sharded. So the block runs once, on
 fake tensors and unsharded, and its calls are written down (`record`). A replay asks the same rules about the same calls
 as a run would (`simulate`), and takes the results' shapes from the record. A call that no sharded tensor comes to costs
-it next to nothing, and one that communicates nothing is answered once for all replays in which its operands lie alike.
+it next to nothing, and the others are answered once for all replays in which their operands lie alike.
 What it says decides only which way is taken: that one is then run.
 
 The history of a tensor, as autograd has it, is here a number with a bit for every collective of the backward that its
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Kind
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Parts, Shard, Sharded, Whole
+from lightning_3d.tensor.placement import WHOLE, Parts, Shard, Sharded, Whole
 from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
-from lightning_3d.tensor.plan.record import Record, RecordedCall
+from lightning_3d.tensor.plan.record import Answer, Record, RecordedCall
 from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation, Terms
 from lightning_3d.tensor.plan.weights import Weights
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic
 from lightning_3d.tensor.rules.function import map_tensors, tensors_in
+from lightning_3d.tensor.rules.views import SEPARATE
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, cut_sequence, is_along
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of, shard_dim
 from lightning_3d.torch_internals.tensors import make_wrapper
@@ -90,8 +91,12 @@ class _OnRecord(Interpreter):
         """The call that is made now."""
         self._came = 0
         """The history of its operands."""
+        self._needs: list[tuple[Tensor, Need]] = []
+        """Its operands, and what each has to be."""
+        self._sums: list[Caused] = []
+        """The sums that it made."""
         self._is_repeatable = True
-        """Whether it takes its operands as they lie, so that nothing else decides its answer."""
+        """Whether nothing but how its operands lie decides its answer."""
 
     def now(self, tensor: Any) -> Any:
         """The tensor in place of a recorded one."""
@@ -120,7 +125,6 @@ class _OnRecord(Interpreter):
 
     def expect(self, kind: Kind, tensor: Tensor) -> int:
         """Another collective of the backward, of the gradient of a full tensor."""
-        self._is_repeatable = False
         self._expected.append(self.axis.caused(kind, tensor, is_backward=True))
         return 1 << len(self._expected) - 1
 
@@ -128,24 +132,27 @@ class _OnRecord(Interpreter):
         """Give the results of a call, and what it changed, the history of its operands."""
         for tensor in (*recorded.results, *recorded.written):
             made = self.now(tensor)
-            if any(tensor is other for other in recorded.written):
+            if recorded.written and any(tensor is other for other in recorded.written):
                 self._entered_histories.pop(id(tensor), None)
                 came |= self.history(made)
-            self._histories[id(made)] = came if recorded.has_gradient and made.requires_grad else 0
+            if came and recorded.has_gradient and made.requires_grad:
+                self._histories[id(made)] = came
+            else:
+                self._histories.pop(id(made), None)
 
     # ---------------------------------------------------------------------- in place of what an interpreter does
 
     def run_plain(self, call: Call) -> Any:
         if call.function != self._recorded.call.function:  # a further call on a result, as for a bias
             return super().run_plain(call)
-        self._came = self.history_of(call)
+        self._came, self._is_repeatable = self.history_of(call), False
         return self._recorded.output
 
     def execute(self, call: Call, local: LocalCall) -> Any:
-        self._is_repeatable &= local.then is None
-        self._came = 0
-        for tensor, need in zip(local.tensors, local.needs, strict=True):
-            self._came |= self._met(tensor, need)
+        # What a weight gives is noted at every use.
+        self._is_repeatable &= local.then is None and local.weight is None and not local.makes_weight
+        self._needs = list(zip(local.tensors, local.needs, strict=True))
+        self._came, self._sums = self._met(self._needs), []
         placements = iter(local.result) if isinstance(local.result, tuple) else repeat(local.result)
         starts = iter(local.starts)
         output = self._recorded.output
@@ -170,7 +177,6 @@ class _OnRecord(Interpreter):
     def whole(self, tensor: Tensor) -> Tensor:
         """The same tensor, whose gathering is noted."""
         if isinstance(tensor, ShardedTensor):
-            self._is_repeatable = False
             self.axis.forward.append(self.axis.caused("all-gather", tensor))
         return tensor
 
@@ -181,17 +187,24 @@ class _OnRecord(Interpreter):
         return made
 
     def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
-        self._is_repeatable = False
         if local.weight is None or not is_along(partial, self.sequence):
-            self.axis.forward.append(self.axis.caused("all-reduce", partial))
+            self._sums.append(self.axis.caused("all-reduce", partial))
+            self.axis.forward.append(self._sums[-1])
             return partial
+        self._is_repeatable = False
         self.axis.forward.append(self.axis.caused("reduce-scatter", partial))
         if partial.requires_grad:
             self._came |= self.expect("all-gather", partial)
         return self.shard(partial, Shard(SEQUENCE_DIM), is_weight=False)
 
-    def _met(self, tensor: Tensor, need: Need) -> int:
-        """The history of an operand that is made what a call needs."""
+    def _met(self, needs: Iterable[tuple[Tensor, Need]]) -> int:
+        """The history of operands that are made what a call needs."""
+        met = 0
+        for tensor, need in needs:
+            met |= self._met_by(tensor, need)
+        return met
+
+    def _met_by(self, tensor: Tensor, need: Need) -> int:
         history = self.history(tensor)
         if isinstance(need, RunningStatistic):
             self._is_repeatable = False
@@ -207,7 +220,6 @@ class _OnRecord(Interpreter):
 
     def _met_by_each(self, tensor: Tensor, history: int) -> int:
         """The history of what every rank reads; one for all calls that read it."""
-        self._is_repeatable = False
         is_slice = isinstance(tensor, ShardedTensor) and self.is_slice_of_sequence(tensor)
         if isinstance(tensor, ShardedTensor) and not is_slice:
             self.whole(tensor)
@@ -233,36 +245,55 @@ class _Replay(Simulation, _OnRecord):
             self._histories[id(made)] = self.expect("all-gather", first)
 
     def make_calls(self, record: Record) -> None:
-        """Make all calls of a record."""
+        """Make all calls of a record, but for those that neither a sharded tensor nor a history comes to."""
+        sharded, histories = self.sharded.keys(), self._histories.keys()
         for recorded in record.calls:
-            self._recorded, call = recorded, recorded.call
-            if self.weights.are_in(call):
-                self._take(recorded, self._answered(recorded, call.mapped(self.now)))
-            elif any(id(tensor) in self.sharded for tensor in call.tensors):
-                self._take(recorded, self._on_shards(recorded, call.mapped(self.now)))
+            self._recorded = recorded
+            if self.weights.are_in(recorded.call):
+                self._take(recorded, tensors_in(self._answered(recorded, recorded.call.mapped(self.now))))
+            elif not sharded.isdisjoint(recorded.operands):
+                self._take(recorded, self._on_shards(recorded))
+            elif recorded.written or not histories.isdisjoint(recorded.operands):
+                self.run_plain(recorded.call)
             else:
-                self.run_plain(call)
-            self.follow(recorded, self._came)
+                continue
+            if self._came or recorded.written:
+                self.follow(recorded, self._came)
 
-    def _take(self, recorded: RecordedCall, output: Any) -> None:
+    def _take(self, recorded: RecordedCall, results: Sequence[Tensor]) -> None:
         """Put the sharded tensors among the results in the places of the recorded ones."""
-        for full, made in zip(recorded.results, tensors_in(output), strict=True):
+        for full, made in zip(recorded.results, results, strict=True):
             self.sharded.pop(id(full), None)
             if isinstance(made, ShardedTensor):
                 self.sharded[id(full)] = made
 
-    def _on_shards(self, recorded: RecordedCall, call: Call) -> Any:
-        """The answer of a call without weights of which it decides; the one before if its operands lie as they did."""
-        lie = tuple([_lies(tensor) for tensor in call.tensors])
-        if lie in recorded.answers:
-            self._note_cuts(call)
-            self._came = self.history_of(call)
-            return recorded.answers[lie]
-        self._is_repeatable = not any(isinstance(tensor, ShardedTensor) and tensor.is_weight for tensor in call.tensors)
-        output = self._answered(recorded, call)
-        if self._is_repeatable:
-            recorded.answers[lie] = output
-        return output
+    def _on_shards(self, recorded: RecordedCall) -> Sequence[Tensor]:
+        """The results of a call without weights to decide; those of before if its operands lie as they did."""
+        operands = [self.now(tensor) for tensor in recorded.call.tensors]
+        lie = tuple([_lies(operand) for operand in operands])
+        if (known := recorded.answers.get(lie)) is not None:
+            return self._repeated(recorded.call, operands, known)
+        self._is_repeatable = not any(isinstance(operand, ShardedTensor) and operand.is_weight for operand in operands)
+        results = tensors_in(self._answered(recorded, recorded.call.mapped(self.now)))
+        at = {id(operand): i for i, operand in enumerate(operands)}
+        if self._is_repeatable and all(id(tensor) in at for tensor, _ in self._needs):
+            needs = [(at[id(tensor)], need) for tensor, need in self._needs]
+            moved = [(i, need) for i, need in needs if need != (placement_of(operands[i]) or WHOLE)]
+            as_they_lie = [i for i, need in needs if (i, need) not in moved]
+            recorded.answers[lie] = Answer(results=results, as_they_lie=as_they_lie, moved=moved, sums=self._sums)
+        return results
+
+    def _repeated(self, call: Call, operands: Sequence[Tensor], known: Answer) -> Sequence[Tensor]:
+        if call.name in SEPARATE:
+            self._note_cuts(call, self.now(call.first))
+        self._came = 0
+        for i in known.as_they_lie:
+            self._came |= self.history(operands[i])
+        if known.moved:
+            with self.axis.caused_by(call=call.name):
+                self._came |= self._met((operands[i], need) for i, need in known.moved)
+        self.axis.forward.extend(known.sums)
+        return known.results
 
     def _answered(self, recorded: RecordedCall, call: Call) -> Any:
         if recorded.cls is None:

@@ -31,7 +31,7 @@ from lightning_3d.tensor.rules.contraction import as_contraction
 from lightning_3d.tensor.rules.convolution import as_convolution
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.rules.projection import as_projection
-from lightning_3d.tensor.rules.views import cut_pieces, num_parts_of, viewed_shape
+from lightning_3d.tensor.rules.views import SEPARATE, cut_pieces, num_parts_of, viewed_shape
 from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, placement_of, shard_dim
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
@@ -224,7 +224,7 @@ class Simulation(Interpreter):
             if (made := self.weights.make_aliases(call, self.run_plain)) is not None:
                 return made
             own = call.mapped(self.weights.sharded) if self.weights.are_in(call) else call
-            self._note_cuts(own)
+            self._note_cuts(own, own.first)
             output = super().answer(own)
         self.weights.settle(call.name, call.tensors, output)
         return output
@@ -291,10 +291,10 @@ class Simulation(Interpreter):
         with self.axis.caused_by(sources=sources_of(tensor)) if isinstance(tensor, ShardedTensor) else nullcontext():
             return super().whole(tensor)
 
-    def _note_cuts(self, call: Call) -> None:
-        """Note where a call separates the features of column weights."""
-        tensor, dim = call.first, shard_dim(call.first)
-        if not isinstance(tensor, ShardedTensor) or dim is None or tensor.origin is None:
+    def _note_cuts(self, call: Call, tensor: Any) -> None:
+        """Note where a call separates the features of column weights in its first argument, which is `tensor` now."""
+        dim = shard_dim(tensor)
+        if call.name not in SEPARATE or not isinstance(tensor, ShardedTensor) or dim is None or tensor.origin is None:
             return
         origin, length = tensor.origin, tensor.shape[dim]
         is_whole = origin.start == 0 and self.weights.have_features(origin.sources, length)

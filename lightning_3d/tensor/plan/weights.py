@@ -112,7 +112,7 @@ class Weights:
 
     def are_in(self, call: Call) -> bool:
         """Whether a call has a weight, or an alias of one, among its arguments."""
-        return any(id(tensor) in self._aliases for tensor in call.tensors)
+        return not self._aliases.keys().isdisjoint(map(id, call.tensors))
 
     def fqn_of(self, tensor: Tensor) -> str:
         """The first name of a weight, given itself, an alias or a part of it."""

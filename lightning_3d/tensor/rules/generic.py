@@ -14,6 +14,43 @@ from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.sharded_tensor import placement_of
 
+_OF_ANY_LENGTHS = frozenset(
+    {
+        *(
+            "abs",
+            "add",
+            "clamp",
+            "clone",
+            "contiguous",
+            "cos",
+            "div",
+            "exp",
+            "float",
+            "log",
+            "logical_not",
+            "masked_fill",
+        ),
+        *(
+            "mean",
+            "mul",
+            "neg",
+            "pow",
+            "relu",
+            "rsqrt",
+            "sigmoid",
+            "silu",
+            "sin",
+            "softplus",
+            "softmax",
+            "sqrt",
+            "square",
+        ),
+        *("sub", "sum", "swapaxes", "tanh", "to", "transpose", "true_divide", "unsqueeze", "where"),
+        *("add_", "clamp_", "div_", "masked_fill_", "mul_", "sub_"),
+    }
+)
+"""Calls that are decided alike whatever the lengths of dims: no argument names one, and no operator goes by one."""
+
 
 def generic(call: Call, axis: Axis) -> LocalCall | None:
     """The local form of a call, or None.
@@ -48,18 +85,36 @@ def _looked_up(call: Call, size: int) -> tuple[LocalForm | None, tuple[int, ...]
     parts = {placement.sizes if isinstance(placement, Parts) else () for placement in placements}
     if len(parts) != 1:
         return None, ()
+    lengths = _Renamed(size) if call.name in _OF_ANY_LENGTHS else None
+    operand = functools.partial(_operand, lengths)
     try:
-        args, kwargs = signature(call.args, _operand), signature(call.kwargs, _operand)
+        args, kwargs = signature(call.args, operand), signature(call.kwargs, operand)
         return local_form(call.function, args, kwargs, size), next(iter(parts))
     except TypeError:  # an argument that can't be hashed
         return None, ()
 
 
-def _operand(tensor: Tensor) -> Operand:
+def _operand(lengths: _Renamed | None, tensor: Tensor) -> Operand:
     placement = placement_of(tensor)
+    shape = tensor.shape if lengths is None else tuple([lengths[length] for length in tensor.shape])
     if isinstance(placement, Parts):
-        return Operand(tensor.shape, tensor.dtype, tensor.device, placement.dim, placement.sizes)
-    return Operand(tensor.shape, tensor.dtype, tensor.device, placement.dim if isinstance(placement, Shard) else None)
+        return Operand(shape, tensor.dtype, tensor.device, placement.dim, placement.sizes)
+    return Operand(shape, tensor.dtype, tensor.device, placement.dim if isinstance(placement, Shard) else None)
+
+
+class _Renamed(dict[int, int]):
+    """Lengths of dims in the order of their appearance: two that are equal stay so, as do 0, 1 and what is divisible.
+
+    So calls with ever new lengths, as in a loop over the positions of a chunk, are decided once.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__({0: 0, 1: 1})
+        self._size = size
+
+    def __missing__(self, length: int) -> int:
+        self[length] = (len(self) + 1) * self._size + (length % self._size > 0)
+        return self[length]
 
 
 def _mean(run: Callable[..., Any], size: int, *tensors: Tensor) -> Any:

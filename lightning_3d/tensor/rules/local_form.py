@@ -135,7 +135,7 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int) -> LocalFo
     """
     # Outside of whatever modes the caller has set; inference mode hides what a call consists of.
     with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
-        rules = ShardingRules(size)
+        rules = _rules(size)
         try:
             with on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
                 return _decide(function, args, kwargs, rules, size)
@@ -143,6 +143,9 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int) -> LocalFo
             raise
         except Exception:  # whatever the call raises on fake tensors, DTensor or the call itself then says why
             return None
+
+
+_rules = functools.cache(ShardingRules)
 
 
 def _decide(function: Function, args: Any, kwargs: Any, rules: ShardingRules, size: int) -> LocalForm:

@@ -32,6 +32,8 @@ def _table() -> Mapping[str, tuple[Rule, ...]]:
     answer(views.CUTS, views.cut_parts)
     answer(("__getitem__",), views.take_every_nth)
     answer(views.VIEWS, views.view_parts, views.merge_into_parts)
+    answer(("__getitem__",), views.take_beside)
+    answer(("__setitem__",), views.set_beside)
     answer(("repeat",), views.repeat_into_parts)
     answer(("new_empty", "new_zeros", "new_ones", "new_full"), views.make_alike)
     return rules

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,11 +21,14 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Shard, Sharded, in_parts
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.sharded_tensor import parts_of, shard_dim
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, parts_of, placement_of, shard_dim
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow", "__getitem__"})
 
 VIEWS = frozenset({"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "__getitem__"})
+
+SEPARATE = CUTS | VIEWS
+"""Calls that may separate the features of a dim."""
 
 _MAX_VIEWS = 8192
 """Shapes of views that are kept."""
@@ -118,6 +122,47 @@ def take_every_nth(call: Call, axis: Axis) -> LocalCall | None:
     if not 0 <= start < step or call.args[0].shape[dim] // axis.size % step:
         return None
     return LocalCall(tensors=call.tensors, needs=(Shard(dim),), run=call.run, result=Shard(dim))
+
+
+def take_beside(call: Call, axis: Axis) -> LocalCall | None:
+    """``x[..., 0, :3]``: numbers and slices that take all of the sharded dim."""
+    at, around = placement_of(call.first), _around(call)
+    if at is None or around is None or not call.starts_with_its_tensor:
+        return None
+    return LocalCall(tensors=call.tensors, needs=(at,), run=call.run, result=at.at(around[0]))
+
+
+def set_beside(call: Call, axis: Axis) -> LocalCall | None:
+    """``x[..., 0, :3] = value``: likewise, with a value that lies as ``x`` does."""
+    at, around = placement_of(call.first), _around(call)
+    if at is None or around is None or not isinstance(value := call.args[2], ShardedTensor):
+        return None
+    if value.placement != at.at(value.dim() - 1 - around[1]):
+        return None
+    return LocalCall(tensors=call.tensors, needs=(at, value.placement), run=call.run)
+
+
+def _around(call: Call) -> tuple[int, int] | None:
+    """How many dims lie before and after the sharded dim in ``x[index]``; None if that doesn't take all of it."""
+    placement, index = placement_of(call.first), call.args[1]
+    items = index if isinstance(index, tuple) else (index,)
+    ellipses = [i for i, item in enumerate(items) if item is Ellipsis]
+    taken = [item for item in items if item is not None and item is not Ellipsis]
+    if placement is None or len(ellipses) > 1 or not all(type(item) is int or _is_plain(item) for item in taken):
+        return None
+    at = ellipses[0] if ellipses else len(items)
+    rest = [slice(None)] * (call.first.dim() - len(taken))
+    every = [*items[:at], *rest, *items[at + 1 :]]
+    sources = [i for i, item in enumerate(every) if item is not None]
+    where = sources[placement.dim]
+    if every[where] != slice(None):
+        return None
+    kept = [type(item) is not int for item in every]
+    return sum(kept[:where]), sum(kept[where + 1 :])
+
+
+def _is_plain(item: object) -> bool:
+    return isinstance(item, slice) and all(type(end) in (int, NoneType) for end in (item.start, item.stop, item.step))
 
 
 def make_alike(call: Call, axis: Axis) -> LocalCall | None:
