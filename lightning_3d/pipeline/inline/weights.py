@@ -113,9 +113,7 @@ class BlockWeights:
         self._exchange = exchange
         owners = [(_Owner(fqn=fqn, home=homes[fqn]), block) for fqn, block in blocks.items()]
         self._owners = {inner: owner for owner, block in owners for inner in block.modules()}
-        self._parameters: dict[Tensor, _Owner] = {
-            parameter: owner for owner, block in owners for parameter in block.parameters()
-        }
+        self._parameters: dict[Tensor, _Owner] = {p: owner for owner, block in owners for p in block.parameters()}
         self._tied = {
             (inner, name): self._parameters[parameter]
             for inner in module.modules()
