@@ -23,7 +23,7 @@ from lightning_3d.torch_internals.tensors import base_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a replay found of a call, for others in which its operands lie alike."""
+    """The results of a call, for all replays in which its operands lie alike."""
 
     results: Sequence[Tensor]
     """The tensors in the places of the recorded ones."""
