@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 QUOTES = "\"'"
 
-_RUN_ARGUMENTS = ("process_group_backend", "timeout", "heartbeat_timeout")
+_RUN_ARGUMENTS = ("process_group_backend", "timeout", "heartbeat_timeout", "start_method")
 """Arguments of the strategy that are no settings of a configuration file."""
 
 

@@ -198,8 +198,24 @@ class StdlibText(L.LightningDataModule):
 # -------------------------------------------------------------------------------------------------------------- main
 
 
-def main(devices: int = 8, accelerator: str = "cpu", max_steps: int = 150, batch_size: int = 32) -> None:
-    """Train, show the plan, and sample from the best checkpoint.
+class Results(L.Callback):
+    """Prints the plan, what every rank holds, and a sample from the best checkpoint."""
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Ask all ranks for their shares; rank 0 prints."""
+        assert isinstance(trainer.strategy, ThreeDStrategy)
+        report, folder = trainer.strategy.report(), trainer.log_dir
+        if not trainer.is_global_zero:
+            return
+        rich.print(trainer.strategy.plan, report_table(report))
+        assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
+        best = trainer.checkpoint_callback.best_model_path
+        print(f"Every step's loss is in {folder}/metrics.csv. A sample from {best}:\n")
+        print(GPT.load_from_checkpoint(best, map_location="cpu").generate("def ", 300))
+
+
+def main(devices: int = 8, accelerator: str = "cpu", max_steps: int = 50, batch_size: int = 16) -> None:
+    """Train; `Results` shows the plan and samples from the best checkpoint.
 
     Args:
         devices: Number of processes; a multiple of 4.
@@ -211,32 +227,26 @@ def main(devices: int = 8, accelerator: str = "cpu", max_steps: int = 150, batch
         pipeline_parallel_size=2,
         tensor_parallel_size=2,  # the other devices are replicas: 8 / (2 x 2) = 2
         zero={"stage": 1},
-        pipeline={"num_microbatches": 4, "schedule": "1f1b"},
+        pipeline={"num_microbatches": 2, "schedule": "1f1b"},
+        start_method="fork",  # torch and Lightning are imported once, unless torchrun starts the processes
     )
-    logger = CSVLogger("runs", name="gpt")
-    checkpoint = ModelCheckpoint(monitor="val_loss", filename="{step}-{val_loss:.3f}")
     trainer = L.Trainer(
         strategy=strategy,
         devices=devices,
         accelerator=accelerator,
         max_steps=max_steps,
         gradient_clip_val=1.0,
-        val_check_interval=min(50, max_steps),
-        limit_val_batches=8,
+        val_check_interval=min(25, max_steps),
+        limit_val_batches=4,
+        num_sanity_val_steps=0,
         log_every_n_steps=1,
-        logger=logger,
-        callbacks=[checkpoint],
+        logger=CSVLogger("runs", name="gpt"),
+        callbacks=[ModelCheckpoint(monitor="val_loss", filename="{step}-{val_loss:.3f}"), Results()],
         enable_model_summary=False,
     )
     L.seed_everything(1)
     model = GPT()
     trainer.fit(model, datamodule=StdlibText(model.context, batch_size))
-
-    report = strategy.report()  # gathered from all ranks
-    if trainer.is_global_zero:
-        rich.print(strategy.plan, report_table(report))
-        print(f"Every step's loss is in {logger.log_dir}/metrics.csv. A sample from {checkpoint.best_model_path}:\n")
-        print(GPT.load_from_checkpoint(checkpoint.best_model_path, map_location="cpu").generate("def ", 300))
 
 
 if __name__ == "__main__":

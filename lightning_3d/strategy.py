@@ -81,6 +81,8 @@ class ThreeDStrategy(Configured, StepsStrategy):
             ``"cpu:gloo,cuda:nccl"``.
         timeout: The timeout of collectives.
         heartbeat_timeout: All ranks end when the process of one has given no sign of life for so long.
+        start_method: ``"popen"`` starts the other processes of a node by running the script again; ``"fork"`` forks all
+            of them from the script's, as in a notebook, with what it has imported: it is no rank then.
         layout: ``"planned"`` lets a fit choose what is left at its default of the sizes, ``zero.stage``, microbatches
             and recomputation; ``"given"`` takes all as it is here; ``"auto"`` is planned where none of them is set.
 
@@ -106,11 +108,13 @@ class ThreeDStrategy(Configured, StepsStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         heartbeat_timeout: timedelta = timedelta(minutes=2),
+        start_method: Literal["popen", "fork"] = "popen",
         layout: Literal["auto", "planned", "given"] = "auto",
     ) -> None:
         given = locals()
         config = ThreeDConfig.from_mapping({field.name: given[field.name] for field in fields(ThreeDConfig)})
         super().__init__(config, process_group_backend, timeout, heartbeat_timeout)
+        self._start_method = start_method
         self._given: ThreeDConfig | None = None  # before a fit chose what it leaves open
         self.choice: Choice | None = None
         """The layout that a fit has chosen, and why."""

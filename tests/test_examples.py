@@ -138,13 +138,16 @@ def test_launched_command_line(launcher: str, tmp_path: Path, pipelined: list[fl
     assert _losses(tmp_path) == [pytest.approx(pipelined, abs=1e-5)]
 
 
-def test_transformers_fine_tuning_resumes_and_exports(tmp_path: Path) -> None:
-    script, weights = str(EXAMPLES / "transformers_finetune.py"), []
+def test_transformers_fine_tuning_resumes_and_exports(workers: WorkerPools, tmp_path: Path) -> None:
+    """The second run, as a user starts it, goes on with the first one."""
+    folder, weights = tmp_path / "runs" / "finetune", []
     for max_steps in (1, 2):
-        output = _run(tmp_path, script, f"--max_steps={max_steps}")
-        assert ("Restored all states" in output) == (max_steps == 2)
-        exported = tmp_path / "runs" / "finetune" / "exported"
-        model, loading = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+        if max_steps == 1:
+            workers(2).run(_short, "transformers_finetune", {"max_steps": 1, "output": folder})
+        else:
+            output = _run(tmp_path, str(EXAMPLES / "transformers_finetune.py"), "--max_steps=2")
+            assert "Restored all states" in output
+        model, loading = AutoModelForCausalLM.from_pretrained(folder / "exported", output_loading_info=True)
         assert not any(loading.values())
         weights.append(model.state_dict())
     assert all(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])  # the second step trained
@@ -159,7 +162,7 @@ def test_notebook(tmp_path: Path) -> None:
     assert after < before < 0.5
 
 
-def _short(name: str, arguments: dict[str, int]) -> str:
+def _short(name: str, arguments: dict[str, Any]) -> str:
     """What an example prints on a rank."""
     printed = io.StringIO()
     with redirect_stdout(printed):

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import start
-from tests.scripts.restarts import BATCHES, EPOCHS
+from tests.scripts.restarts import BATCHES, EPOCHS, main
+from tests.workers import WorkerPools
 
 LIMIT = 110.0
 """Seconds that one program may take."""
@@ -37,12 +38,14 @@ def _losses(folder: Path, rank: int = 0) -> Losses:
 @pytest.mark.parametrize(
     ("layout", "deed"), [("pp 1", "exits"), pytest.param("pp 2", "is killed", marks=pytest.mark.matrix)]
 )
-def test_a_group_that_is_started_again_goes_on_to_the_bit(tmp_path: Path, layout: str, deed: str) -> None:
+def test_a_group_that_is_started_again_goes_on_to_the_bit(
+    workers: WorkerPools, tmp_path: Path, layout: str, deed: str
+) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    deeds = {whole: ["nothing", "0", "0"], broken: [deed, "1", "8"]}
-    for folder, of_folder in deeds.items():  # one after the other: starting processes takes all cores
-        folder.mkdir()
-        _train(folder, ["--nproc-per-node=2", "--max-restarts=1"], of_folder, layout)
+    whole.mkdir()
+    broken.mkdir()
+    workers(2).run(main, str(whole), layout, "nothing", "0", "0")
+    _train(broken, ["--nproc-per-node=2", "--max-restarts=1"], [deed, "1", "8"], layout)
     assert (broken / "died").exists()
     expected, found = _losses(whole), _losses(broken)
     assert list(expected) == list(found) == list(range(1, BATCHES * EPOCHS + 1))

@@ -129,7 +129,7 @@ class ScriptLauncher(RunLauncher, _SubprocessScriptLauncher):
 class ForkLauncher(RunLauncher, _MultiProcessingLauncher):
     """Forks a process for each rank, as for ``ddp_notebook``: in a notebook there is no script to run again.
 
-    The process of the notebook is no rank. It gets the trained weights, the metrics and what ``fit`` or the like gives.
+    The process that is forked is no rank. It gets the trained weights, the metrics and what ``fit`` or the like gives.
 
     Args:
         full_weights: A context, entered by all ranks, in which the model's ``state_dict`` is that of one process.
@@ -153,8 +153,8 @@ class ForkLauncher(RunLauncher, _MultiProcessingLauncher):
 
         if dist.is_initialized():  # gloo's threads
             raise StepError(
-                "Ranks of a notebook are forks of its process, which has process groups already, as after a run on one"
-                " GPU, and these can't be forked: restart the kernel, or run a script."
+                "Ranks are forks of this process, which has process groups already, as after a run on one GPU, and"
+                " these can't be forked: restart the kernel, or run a script with start_method='popen'."
             )
         self.procs = []
         return super().launch(run, trainer=trainer)
@@ -165,6 +165,6 @@ class ForkLauncher(RunLauncher, _MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
 
 
-def is_notebook(environment: ClusterEnvironment) -> bool:
-    """Whether Python runs interactively, and nobody else has started its processes."""
-    return _IS_INTERACTIVE and not environment.creates_processes_externally
+def is_forked(environment: ClusterEnvironment, start_method: str) -> bool:
+    """Whether nobody else starts the processes, and forks are asked for or Python runs interactively."""
+    return (_IS_INTERACTIVE or start_method == "fork") and not environment.creates_processes_externally

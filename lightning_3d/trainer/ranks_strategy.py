@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from lightning_3d.ranks.run_control import RunControl
 from lightning_3d.ranks.same_settings import check_same_settings
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.data_loops import around_data
-from lightning_3d.torch_internals.launchers import ForkLauncher, RunLauncher, ScriptLauncher, is_notebook
+from lightning_3d.torch_internals.launchers import ForkLauncher, RunLauncher, ScriptLauncher, is_forked
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
 from lightning_3d.trainer.requirements import refuse_offload
 from lightning_3d.trainer.user_collectives import all_gather, reduce, refuse_in_stages
@@ -50,6 +50,8 @@ class RanksStrategy(ParallelStrategy):
         timeout: The timeout of collectives.
         heartbeat_timeout: All ranks end when the process of one has given no sign of life for so long.
     """
+
+    _start_method: Literal["popen", "fork"] = "popen"
 
     def __init__(
         self, config: ThreeDConfig, backend: str | None, timeout: timedelta, heartbeat_timeout: timedelta
@@ -120,7 +122,7 @@ class RanksStrategy(ParallelStrategy):
         resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
         refuse_offload(self.config.activations, self.root_device)
         is_on_one_gpu = self.num_processes == 1 and self.root_device.type != "cpu"  # which may be in use already
-        if is_notebook(self.cluster_environment) and not is_on_one_gpu:
+        if is_forked(self.cluster_environment, self._start_method) and not is_on_one_gpu:
             full_weights = partial(self.summon_full_params, writeback=False)
             self._launcher = ForkLauncher(self, self._fail, full_weights)
             return

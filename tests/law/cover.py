@@ -247,9 +247,17 @@ def _order(case: Case) -> int:
     return zlib.crc32(str(case).encode())
 
 
-def _gain(case: Case, missing: set[Pair], models: Counter[str]) -> tuple[int, int, int]:
-    """New pairs; then few ranks; then a model that has few cases yet."""
-    return sum(pair in missing for pair in pairs(case)), -LAYOUTS[case.layout].world_size, -models[case.model]
+def _gain(case: Case, missing: set[Pair], models: Counter[str]) -> tuple[float, int]:
+    """New pairs by what they cost; then a model that has few cases yet."""
+    return sum(pair in missing for pair in pairs(case)) / cost(case), -models[case.model]
+
+
+@cache
+def cost(case: Case) -> int:
+    """Of all its ranks, relative to one that trains a small model at once: what takes most is planning."""
+    layout, is_large = case.layout_row, _class_of(case.model_row.job) is HuggingFace
+    compiled = 1 if layout.compile_backend is None else 4
+    return layout.world_size * (1 + (layout.pp > 1)) * compiled * (1 + is_large) * (1 + case.setting_row.is_resumed)
 
 
 def sample(seed: int, size: int) -> list[Case]:

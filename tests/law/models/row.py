@@ -45,6 +45,8 @@ LOOPS = frozenset({"compiled"})
 """Blocks that loop over positions take minutes to compile."""
 IN_HALVES = frozenset({"bf16"})
 """One process can't compute them in bf16 on a CPU, or their gradients drown in rounding."""
+ON_SHARDS = frozenset[Family]({"tp"})
+"""Families of models whose blocks alone differ from those of another row, which is trained in a pipeline."""
 NORMS, COUPLED, UNEVEN = (
     frozenset[Trait]({trait}) for trait in ("batch statistics", "couples samples", "uneven batches")
 )

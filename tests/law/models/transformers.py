@@ -18,7 +18,7 @@ from tests.hugging_face import (
     small_job,
     text_settings,
 )
-from tests.law.models.row import COUPLED, LOOPS, NORMS, Model
+from tests.law.models.row import COUPLED, LOOPS, NORMS, ON_SHARDS, Model
 
 TEXT = text_settings(width=32, num_heads=4, num_layers=2)
 GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
@@ -59,10 +59,10 @@ MODELS = {
     "llama-tied": Model(
         job=hf_job("LlamaConfig", CLM, **{**GROUPED, "num_key_value_heads": 4}, tie_word_embeddings=True)
     ),
-    "llama-one-kv-head": Model(job=hf_job("LlamaConfig", CLM, **ONE_KEY)),
+    "llama-one-kv-head": Model(job=hf_job("LlamaConfig", CLM, **ONE_KEY), families=ON_SHARDS),
     "qwen3": Model(job=hf_job("Qwen3Config", CLM, **GROUPED), alike="llama"),
-    "phi": Model(job=hf_job("PhiConfig", CLM, **TEXT)),
-    "phi3": Model(job=hf_job("Phi3Config", CLM, **TEXT), families=frozenset({"tp"})),
+    "phi": Model(job=hf_job("PhiConfig", CLM, **TEXT), families=ON_SHARDS),
+    "phi3": Model(job=hf_job("Phi3Config", CLM, **TEXT), families=ON_SHARDS),
     "gpt2": Model(
         job=hf_job(
             "GPT2Config", CLM, vocab_size=a.VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=64
@@ -72,10 +72,12 @@ MODELS = {
         job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="batched_mm")
     ),
     "mixtral-grouped": Model(
-        job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="grouped_mm")
+        job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="grouped_mm"),
+        families=ON_SHARDS,
     ),
     "qwen3-moe": Model(
-        job=hf_job("Qwen3MoeConfig", CLM, **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+        job=hf_job("Qwen3MoeConfig", CLM, **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        families=ON_SHARDS,
     ),
     "llama4": Model(
         job=hf_job(
@@ -87,7 +89,9 @@ MODELS = {
             interleave_moe_layer_step=1,
         )
     ),
-    "gpt-oss": Model(job=hf_job("GptOssConfig", CLM, **GROUPED, num_local_experts=4, num_experts_per_tok=2)),
+    "gpt-oss": Model(
+        job=hf_job("GptOssConfig", CLM, **GROUPED, num_local_experts=4, num_experts_per_tok=2), families=ON_SHARDS
+    ),
     "bert": Model(job=hf_job("BertConfig", MLM, a.masked_text, **TEXT)),
     "deberta-v2": Model(
         job=hf_job(
@@ -109,7 +113,7 @@ MODELS = {
     ),
     "bart": Model(job=hf_job("BartConfig", S2S, **SEQ2SEQ, forced_eos_token_id=2)),
     "deepseek-v3": Model(job=hf_job("DeepseekV3Config", CLM, **LATENT)),
-    "olmo2": Model(job=hf_job("Olmo2Config", CLM, **{**TEXT, "num_key_value_heads": 2})),
+    "olmo2": Model(job=hf_job("Olmo2Config", CLM, **{**TEXT, "num_key_value_heads": 2}), families=ON_SHARDS),
     "swin": Model(
         job=hf_job(
             "SwinConfig",
