@@ -16,7 +16,7 @@ from lightning_3d import ConfigError, ThreeDStrategy
 from tests.law import habits
 from tests.law.models.inline import Carrying, Penalised, Reading
 from tests.models import TinyMLP, features
-from tests.parity import Layout, fitted
+from tests.parity import Layout, fitted, whole_state
 from tests.workers import GRACE, WorkerError, WorkerPools
 
 
@@ -33,6 +33,37 @@ class Manual(habits.Manual, TinyMLP):
     def __init__(self) -> None:
         super().__init__()
         self.add_to()
+
+
+class Scheduled(TinyMLP):
+    """Steps its optimizer and its schedule by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()  # type: ignore[union-attr]
+        schedule.step()  # type: ignore[union-attr, call-arg]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def _rate_and_weights(layout: Layout | None) -> tuple[float, dict[str, Tensor]]:
+    trainer, _ = fitted(layout, Scheduled, data=features, epochs=1, limit_val_batches=0)
+    return trainer.optimizers[0].param_groups[0]["lr"], whole_state(trainer)
+
+
+def test_a_step_may_step_its_schedule_while_tensor_parallel_is_planned(workers: WorkerPools) -> None:
+    rate, weights = _rate_and_weights(None)
+    for found_rate, found in workers(2).run(_rate_and_weights, Layout(tp=2)):
+        assert found_rate == rate == 0.1 * 0.5**4
+        torch.testing.assert_close(found, weights, rtol=0, atol=1e-6)
 
 
 REASONS: dict[Callable[[], L.LightningModule], str | None] = {

@@ -7,7 +7,7 @@ their time. Hooks of callbacks of Lightning and of this package leave nothing th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -61,14 +61,21 @@ def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, 
         yield
 
 
-class _MutedOptimizer:
-    """An optimizer in the hands of a step with manual optimization that is traced: it is read, and steps nothing."""
+class _Muted:
+    """A scheduler in the hands of a step with manual optimization that is traced: it is read, and steps nothing."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, present: Any) -> None:
+        self._present = present
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+        return getattr(self._present, name)
+
+    def step(self, *_: Any, **__: Any) -> Any:
+        """Nothing."""
+
+
+class _MutedOptimizer(_Muted):
+    """An optimizer there."""
 
     def step(self, closure: Any = None, **_: Any) -> Any:
         """Run the closure alone."""
@@ -80,14 +87,20 @@ class _MutedOptimizer:
 
 def _stepping_muted(module: LightningModule) -> AbstractContextManager[None]:
     """Let a step with manual optimization run without its backwards, and leave parameters and rates alone."""
-    present = module.optimizers
 
-    def optimizers(*args: Any, **kwargs: Any) -> Any:
-        found = present(*args, **kwargs)
-        return [*map(_MutedOptimizer, found)] if isinstance(found, list) else _MutedOptimizer(found)
+    def muted(present: Callable[..., Any], kind: type[_Muted]) -> Callable[..., Any]:
+        def all_or_one(*args: Any, **kwargs: Any) -> Any:
+            found = present(*args, **kwargs)
+            return [*map(kind, found)] if isinstance(found, list) else found and kind(found)
 
-    muted = dict.fromkeys(("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"), _ignored)
-    return attributes_replaced(module, {**muted, "optimizers": optimizers, "lr_schedulers": lambda: None})
+        return all_or_one
+
+    ignored = dict.fromkeys(("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"), _ignored)
+    own = {
+        "optimizers": muted(module.optimizers, _MutedOptimizer),
+        "lr_schedulers": muted(module.lr_schedulers, _Muted),
+    }
+    return attributes_replaced(module, {**ignored, **own})
 
 
 def _ignored(*args: Any, **kwargs: Any) -> None:
