@@ -82,8 +82,11 @@ def _unread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The arguments of a function that changes weights; without data those by which one changes that is elsewhere."""
     groups = [group for group in used_together(name, args, kwargs) if isinstance(group[0], Tensor) and group[0].is_meta]
     unread = {id(tensor) for _, *others in groups for tensor in others}
-    no_data = lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta") if id(t) in unread else t  # noqa: E731
-    return tree_map_only(Tensor, no_data, (args, kwargs))
+
+    def without_data(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if id(tensor) in unread else tensor
+
+    return tree_map_only(Tensor, without_data, (args, kwargs))
 
 
 def has_given_weights(block: nn.Module) -> bool:
