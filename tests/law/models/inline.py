@@ -406,9 +406,10 @@ MODELS = {
         has_plain_step=False,
         skips=frozenset({"clipped-values"}),  # Lightning clips nothing of a step by hand
     ),
-    "penalties": Model(job=small_job(Penalties, features), lr=0.03, families=frozenset({"pp"})),
+    "penalties": Model(job=small_job(Penalties, features), runs_inline=True, lr=0.03, families=frozenset({"pp"})),
     "few-steps": Model(
         job=small_job(FewSteps, features),
+        runs_inline=True,
         lr=0.03,
         families=frozenset({"pp"}),
         fits=lambda layout: layout.dp == layout.tp == 1,

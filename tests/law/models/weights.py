@@ -115,6 +115,7 @@ MODELS = {
     ),
     "teachers-elsewhere": Model(
         job=Job(model=TeachersElsewhere, data=features, num_val_batches=1),
+        runs_inline=True,
         families=frozenset({"pp"}),
         skips=frozenset({"early", "thawing"}),
     ),
