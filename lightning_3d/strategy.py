@@ -113,8 +113,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
     ) -> None:
         given = locals()
         config = ThreeDConfig.from_mapping({field.name: given[field.name] for field in fields(ThreeDConfig)})
-        super().__init__(config, process_group_backend, timeout, heartbeat_timeout)
-        self._start_method = start_method
+        super().__init__(config, process_group_backend, timeout, heartbeat_timeout, start_method)
         self._given: ThreeDConfig | None = None  # before a fit chose what it leaves open
         self.choice: Choice | None = None
         """The layout that a fit has chosen, and why."""

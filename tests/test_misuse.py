@@ -420,6 +420,11 @@ def test_precisions_of_others_are_refused(make: Callable[[], object], message: s
         make()
 
 
+def test_ranks_start_in_no_other_way() -> None:
+    with pytest.raises(ConfigError, match="start_method='spawn': it is one of popen, fork"):
+        ThreeDStrategy(start_method="spawn")  # type: ignore[arg-type]
+
+
 def test_fp16_on_cpu_becomes_bf16_as_in_lightning() -> None:
     with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU. Using `precision='bf16-mixed'`"):
         trainer = _one_process(precision="16-mixed")

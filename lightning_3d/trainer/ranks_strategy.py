@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from lightning_3d.distributed.mesh import (
 from lightning_3d.distributed.objects import broadcast_object, default_backends
 from lightning_3d.distributed.replica_world import replica_world
 from lightning_3d.distributed.rng import Generators
+from lightning_3d.errors import ConfigError
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.ranks.restarts import store_of_start
@@ -41,6 +42,8 @@ from lightning_3d.torch_internals.process_groups import one_gloo_thread
 from lightning_3d.trainer.requirements import refuse_offload
 from lightning_3d.trainer.user_collectives import all_gather, reduce, refuse_in_stages
 
+StartMethod = Literal["popen", "fork"]
+
 
 class RanksStrategy(ParallelStrategy):
     """Starts ranks, gives each its place on the mesh, and ends all of them alike.
@@ -49,14 +52,24 @@ class RanksStrategy(ParallelStrategy):
         backend: Of the default process group; by default the one for the device, beside gloo for objects.
         timeout: The timeout of collectives.
         heartbeat_timeout: All ranks end when the process of one has given no sign of life for so long.
+        start_method: How the other processes of a node are started.
+
+    Raises:
+        ConfigError: there is no such way.
     """
 
-    _start_method: Literal["popen", "fork"] = "popen"
-
     def __init__(
-        self, config: ThreeDConfig, backend: str | None, timeout: timedelta, heartbeat_timeout: timedelta
+        self,
+        config: ThreeDConfig,
+        backend: str | None,
+        timeout: timedelta,
+        heartbeat_timeout: timedelta,
+        start_method: StartMethod,
     ) -> None:
+        if start_method not in get_args(StartMethod):
+            raise ConfigError(f"start_method={start_method!r}: it is one of {', '.join(get_args(StartMethod))}")
         super().__init__()
+        self._start_method = start_method
         self.config, self.num_nodes = config, 1
         self._process_group_backend = backend
         self._timeout, self._heartbeat_timeout = timeout, heartbeat_timeout

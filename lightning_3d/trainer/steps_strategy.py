@@ -25,17 +25,22 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.optimizers import TrainedOptimizers
 from lightning_3d.trainer.parallel_model import ParallelModel
-from lightning_3d.trainer.ranks_strategy import RanksStrategy
+from lightning_3d.trainer.ranks_strategy import RanksStrategy, StartMethod
 
 
 class StepsStrategy(RanksStrategy):
     """Runs the steps of a model and of its optimizers, once the model has been made parallel."""
 
     def __init__(
-        self, config: ThreeDConfig, backend: str | None, timeout: timedelta, heartbeat_timeout: timedelta
+        self,
+        config: ThreeDConfig,
+        backend: str | None,
+        timeout: timedelta,
+        heartbeat_timeout: timedelta,
+        start_method: StartMethod,
     ) -> None:
         self._trained: TrainedOptimizers | None = None  # in a fit
-        super().__init__(config, backend, timeout, heartbeat_timeout)
+        super().__init__(config, backend, timeout, heartbeat_timeout, start_method)
         self._parallel: ParallelModel | None = None
         self._early: Mapping[nn.Parameter, str] = {}  # names of parameters from before it was made parallel
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
