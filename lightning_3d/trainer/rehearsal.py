@@ -75,7 +75,7 @@ class _Muted:
 
 
 class _MutedOptimizer(_Muted):
-    """An optimizer there."""
+    """An optimizer in its hands, which may get the step's losses by a closure."""
 
     def step(self, closure: Any = None, **_: Any) -> Any:
         """Run the closure alone."""

@@ -14,7 +14,7 @@ layers do: its backward, too, is code around the blocks. A backward that it star
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,14 +100,9 @@ class InlineStep:
         """Whether the present code is outside of blocks, and no backward runs it but that of a custom function."""
         return self._router.step is self and not self._is_in_backward()
 
-    @contextmanager
-    def checkpointed(self) -> Iterator[None]:
+    def checkpointed(self) -> AbstractContextManager[None]:
         """Run code that ``torch.utils.checkpoint`` was called with: of it the blocks alone are computed again."""
-        before, self._is_checkpointing = self._is_checkpointing, True
-        try:
-            yield
-        finally:
-            self._is_checkpointing = before
+        return attributes_replaced(self, {"_is_checkpointing": True})
 
     def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a custom autograd function: see [Note: custom functions]."""

@@ -125,7 +125,7 @@ class BlockWeights:
         }
         self._read: dict[object, Tensor] = {}  # since a step began, or an optimizer stepped; buffers by their place
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # another name or value -> the parameter
-        self._functions = _Functions(self.call)
+        self._functions = _Functions(self._call)
         self._is_in_glue: Callable[[], bool] = lambda: False
         self._is_unseen = False
 
@@ -172,7 +172,7 @@ class BlockWeights:
         """Run a block's own code: its functions are not seen."""
         return without_function_mode(self._functions)
 
-    def call(self, caller: FrameType, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, caller: FrameType, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch with the values of the weights that it reads."""
         if not self._sees((args, kwargs)) or func in _OF_GRADIENTS or _is_of_modules(caller) or _steps(caller):
             return func(*args, **kwargs)
@@ -197,14 +197,9 @@ class BlockWeights:
         has_weights = not self._is_unseen and any(self._source(leaf) is not None for leaf in tree_leaves(tree))
         return has_weights and self._is_in_glue()
 
-    @contextmanager
-    def _unseen(self) -> Iterator[None]:
+    def _unseen(self) -> AbstractContextManager[None]:
         """Run what a function of torch or a read does itself."""
-        before, self._is_unseen = self._is_unseen, True
-        try:
-            yield
-        finally:
-            self._is_unseen = before
+        return attributes_replaced(self, {"_is_unseen": True})
 
     def _given(self, tensor: Tensor) -> Tensor:
         if (source := self._source(tensor)) is None:

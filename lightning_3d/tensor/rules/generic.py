@@ -14,41 +14,12 @@ from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.sharded_tensor import placement_of
 
-_OF_ANY_LENGTHS = frozenset(
-    {
-        *(
-            "abs",
-            "add",
-            "clamp",
-            "clone",
-            "contiguous",
-            "cos",
-            "div",
-            "exp",
-            "float",
-            "log",
-            "logical_not",
-            "masked_fill",
-        ),
-        *(
-            "mean",
-            "mul",
-            "neg",
-            "pow",
-            "relu",
-            "rsqrt",
-            "sigmoid",
-            "silu",
-            "sin",
-            "softplus",
-            "softmax",
-            "sqrt",
-            "square",
-        ),
-        *("sub", "sum", "swapaxes", "tanh", "to", "transpose", "true_divide", "unsqueeze", "where"),
-        *("add_", "clamp_", "div_", "masked_fill_", "mul_", "sub_"),
-    }
-)
+_OF_ANY_LENGTHS = {
+    *("abs", "add", "clamp", "clone", "contiguous", "cos", "div", "exp", "float", "log", "logical_not"),
+    *("masked_fill", "mean", "mul", "neg", "pow", "relu", "rsqrt", "sigmoid", "silu", "sin", "softplus", "softmax"),
+    *("sqrt", "square", "sub", "sum", "swapaxes", "tanh", "to", "transpose", "true_divide", "unsqueeze", "where"),
+    *("add_", "clamp_", "div_", "masked_fill_", "mul_", "sub_"),
+}
 """Calls that are decided alike whatever the lengths of dims: no argument names one, and no operator goes by one."""
 
 
