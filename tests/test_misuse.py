@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import ConfigError, ThreeDPrecision, ThreeDStrategy
 from lightning_3d.errors import CheckpointError
+from lightning_3d.torch_internals.launchers import ForkLauncher, ScriptLauncher
 from tests.models import TinyMLP, features, loader
 from tests.parity import QUIET, assert_same_state, whole_state
 from tests.scripts import start
@@ -418,6 +419,11 @@ def test_precision_of_lightning_becomes_ours(arguments: Callable[[], dict[str, A
 def test_precisions_of_others_are_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("method", "launcher"), [("popen", ScriptLauncher), ("fork", ForkLauncher)])
+def test_ranks_start_as_asked(method: Any, launcher: type) -> None:
+    assert type(_trainer(ThreeDStrategy(start_method=method)).strategy.launcher) is launcher
 
 
 def test_ranks_start_in_no_other_way() -> None:
