@@ -22,7 +22,7 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.timing import makespan
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.ahead import Ahead, PlannedAhead
+from lightning_3d.trainer.dry_run import DryRun, DryRunPlan
 from tests.models import TinyGPT
 from tests.parity import Layout
 from tests.test_budget import GPT, LARGE, _plan, long_tokens
@@ -38,8 +38,8 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
 
 def _planned(
     module: L.LightningModule, batch: Any, config: ThreeDConfig, world_size: int, precision: Any = "32-true"
-) -> PlannedAhead:
-    ahead = Ahead.without_trainer(module, batch, config, ThreeDPrecision(precision), num_states=2)
+) -> DryRunPlan:
+    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(precision), num_states=2)
     return ahead.plan(config, resolve_mesh_shape(config, world_size), memory=None)
 
 

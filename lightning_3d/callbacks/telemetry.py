@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import profile, supported_activities
 
-from lightning_3d.callbacks.outlets import RowFile, RowTable
 from lightning_3d.callbacks.peaks import peak_tflops
 from lightning_3d.callbacks.rows import Amount, amounts, rates, times_and_memory
 from lightning_3d.callbacks.timeline import ScheduleTimeline
+from lightning_3d.callbacks.writers import RowFile, RowTable
 from lightning_3d.distributed.around_collectives import around_collectives
 from lightning_3d.distributed.device_memory import host_memory
 from lightning_3d.errors import ConfigError, StepError

@@ -83,7 +83,7 @@ class Plan:
     """Why steps run in inline mode, if they do."""
     evaluations: tuple[str, ...] = ()
     """A line for each evaluation that has come to run inline; there once steps have shown it."""
-    gives_more: bool = False
+    has_side_effects: bool = False
     """Whether the step gives more than numbers, so that the code after its blocks also runs on the whole batch."""
     batch_norms: tuple[str, ...] = ()
     """FQNs of modules that normalise by statistics of what they are given."""
@@ -172,7 +172,7 @@ class Plan:
         if self.inline is not None:
             tables.append(inline_text(self.inline))
         elif self.shape.pp > 1:
-            tables.append(loss_text(self.loss, gives_more=self.gives_more))
+            tables.append(loss_text(self.loss, has_side_effects=self.has_side_effects))
             tables.extend(self.losses)
         tables.extend(self.evaluations)
         for mode in ("selective", "full"):
@@ -291,7 +291,7 @@ def make_plan(
         ties=ties,
         used_by_glue=_used_by_glue(trace),
         inline=inline,
-        gives_more=trace is not None and trace.gives_more,
+        has_side_effects=trace is not None and trace.has_side_effects,
         batch_norms=tuple(fqn for fqn, inner in module.named_modules() if _normalises_alone(inner)),
     )
 

@@ -244,7 +244,7 @@ class RanksStrategy(ParallelStrategy):
         if self._is_alone:
             return
         refuse_in_stages(self.mesh, "barrier")
-        self._met.pass_point()
+        self._met.sync_point()
         device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
         dist.barrier(device_ids=device_ids)
 
@@ -253,7 +253,7 @@ class RanksStrategy(ParallelStrategy):
         if self._is_alone:
             return obj
         refuse_in_stages(self.mesh, "broadcast")
-        self._met.pass_point()
+        self._met.sync_point()
         return broadcast_object(obj, self.root_device, src=src)
 
     @override
@@ -261,13 +261,13 @@ class RanksStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
         if group is None:  # else not all ranks need come here
-            self._met.pass_point()
+            self._met.sync_point()
         return reduce(tensor, self.mesh, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is None:
-            self._met.pass_point()
+            self._met.sync_point()
         return all_gather(tensor, self.mesh, group, sync_grads=sync_grads)
 
     @override
@@ -275,7 +275,7 @@ class RanksStrategy(ParallelStrategy):
         """Decide over all ranks."""
         if self._is_alone:
             return decision
-        self._met.pass_point()
+        self._met.sync_point()
         flag = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)

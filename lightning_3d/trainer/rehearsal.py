@@ -27,7 +27,9 @@ from lightning_3d.torch_internals.modules import attributes_replaced
 
 
 @contextmanager
-def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[None]:
+def with_simulated_fit_start(
+    trainer: Trainer, module: LightningModule, step: str, batch: Any, rest: Sequence[Any]
+) -> Iterator[None]:
     """Let the module and its Trainer be inside as the first call of a step finds them.
 
     Args:

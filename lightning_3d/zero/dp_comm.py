@@ -14,7 +14,7 @@ Wait = Callable[[], Tensor]
 """Waits for a collective and returns its result."""
 
 
-class Replicas:
+class DPComm:
     """The ranks that train replicas of one model, seen from one of them.
 
     With hybrid sharding groups of them share the training state, and each such group holds all of it.
