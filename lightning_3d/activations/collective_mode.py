@@ -1,4 +1,4 @@
-"""Collectives in the forward of a block, shown to the dispatch modes that keep or give results.
+"""Collectives in the forward of a block, shown to selective recomputation, which saves and replays them.
 
 A mode sees operators. Of a collective behind ``torch.distributed`` these tell neither when its result is there, nor
 whether somebody reads its operand again. Who makes one knows both.

@@ -115,8 +115,7 @@ def _partial_on_any_rank(metadata: dict[str, Any]) -> set[TreePath]:
 
 
 def changed(node: Any, change: Callable[[TreePath, Any], Any], path: TreePath = ()) -> Any:
-    """Nested dictionaries, lists and tuples with what a function makes of them, from above; the same where it changes
-    nothing.
+    """Map a tree of dictionaries, lists and tuples, parents before children; the same object where nothing changed.
 
     Args:
         change: Gets paths, of names alone, and nodes; what it changes it has changed wholly.

@@ -100,7 +100,7 @@ class Gathering:
         }
 
     def with_peers_serving(self, act: Callable[[], _Result]) -> _Result | None:
-        """Let rank 0 do something that makes tensors; a collective of all ranks, None but on rank 0.
+        """Run ``act`` on rank 0, while the others send it their boxes; a collective of all ranks, None but on rank 0.
 
         Raises:
             Exception: What ``act`` raised, or why a rank could not send; on all ranks.

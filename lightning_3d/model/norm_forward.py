@@ -1,4 +1,4 @@
-"""A patch of a norm for a while, so that somebody sees its calls; beneath that of the block, if the norm is one."""
+"""Wraps the forward of a norm for a while; inside of the block's patch, if the norm is a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeing by what data of the batch the loss of a step may be divided, in the code after the blocks.
+"""Finds what the loss is divided by, such as the count of valid labels, in the code after the blocks.
 
     sums of the weights of valid labels    in a mean of ``cross_entropy`` or ``nll_loss``
     scalars                                that something is divided by

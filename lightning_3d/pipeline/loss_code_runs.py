@@ -1,4 +1,7 @@
-"""Running the code after the blocks alone, on what blocks might have given."""
+"""Runs the loss code, which is all that follows the blocks, with random or data-less outputs of blocks.
+
+Only values that come from the batch alone are real.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ class WatchedTail(StageRun):
     def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw) -> None:
         super().__init__(router, flow, LOSS_CODE, received, lambda call: nullcontext(), draw)
         self.clamps_loss = False
-        """Whether a number that comes of blocks is bent at some value, as by ``loss.clamp(max=1)``: random outputs need
-        not show it.
+        """Whether the loss is clamped, as by ``loss.clamp(max=1)``: random outputs may miss the clamp, so that shares
+        of microbatches are unproved.
         """
         self.branches_on_data = False
         """Whether the loss is made after data was read, which may have decided how."""

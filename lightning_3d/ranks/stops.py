@@ -34,7 +34,7 @@ class Stops:
         self._pending: int | None = None  # for all ranks
         self._num_heeded = 0
         self._num_batches = 0
-        self._place = -1  # twice the batches begun where this rank waits, and else odd
+        self._place = -1  # 2n while this rank waits before batch n, odd while it is inside of one
         self._lock = Lock()  # so that no thread writes what another has changed
 
     @property

@@ -136,7 +136,10 @@ def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
 
 
 def identity_forward_all_reduce_backward(tensor: Tensor, axis: Axis) -> Tensor:
-    """A plain tensor that every rank reads for a result of its own; call it once per tensor, whatever reads it then."""
+    """Identity in the forward, all-reduce in the backward (Megatron's f); called once per tensor, whatever reads it.
+
+    Every rank reads the tensor for a result of its own.
+    """
     if not tensor.requires_grad:
         return tensor
     entered = _apply(_Enter, tensor, axis)

@@ -102,7 +102,7 @@ Placement = Replicate | Shard | InterleavedShard | Partial
 REPLICATE = Replicate()
 
 REPLICATE_PARTIAL_GRAD = Replicate(sums_gradients=True)
-"""All of it is read by every rank, whose results differ."""
+"""A replicated input of computations that differ by rank: its gradient is partial."""
 
 
 def in_parts(dim: int, sizes: Sequence[int], num_ranks: int) -> Sharded:

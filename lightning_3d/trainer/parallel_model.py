@@ -389,7 +389,7 @@ def _apply_checkpointing(
     full_backward_stages: set[int],
     plan: Plan,
 ) -> None:
-    """Let this rank's blocks be computed again in their backwards, and offload what they keep, as planned."""
+    """Apply activation checkpointing and offload to this rank's blocks, as planned."""
     generators = Generators(device)
     keep = SavedTensor if offload is None else offload.keep
     inputs = PartitionedInputs(mesh.group("tp"), keep).saved if config.activations.partition else nullcontext

@@ -29,7 +29,7 @@ from lightning_3d.trainer.user_clipping import clipping_joined
 
 
 def open_before_layout(session: ExitStack, dataclasses: list[type[Any]], resuming: Resuming | None) -> None:
-    """Enter what holds in any layout.
+    """Apply the patches that are needed before the layout is known: dataclasses as pytrees, hooks of resuming.
 
     Args:
         dataclasses: Those that steps of the model passed around in earlier runs.

@@ -146,8 +146,8 @@ class Zero(ABC):
 
     @abstractmethod
     def sync_stray_grads(self) -> None:
-        """Before an optimizer's step: reduce gradients of the user's own backwards between steps; every rank calls it
-        and has run the same ones.
+        """Reduce gradients that the user's code accumulated outside of ``training_step``; a collective, called before
+        ``optimizer.step``, of ranks that have run the same backwards.
         """
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Zero(ABC):
 
     @abstractmethod
     def wait_params(self) -> None:
-        """Bring all parameters to where they are between steps."""
+        """Wait for all-gathers of parameters; at stage 3 reduce gradients outside of units, and reshard every unit."""
 
     @abstractmethod
     def all_gather_params(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -60,7 +60,7 @@ class LocalSteps:
 
     @contextmanager
     def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Change the steps of these optimizers inside."""
+        """Inside, ``step()`` of these optimizers sees this rank's plain shards in ``param_groups``."""
         self._optimizers = optimizers
         for optimizer in optimizers:
             self._take_own_rows(optimizer)

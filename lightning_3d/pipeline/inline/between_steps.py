@@ -1,6 +1,6 @@
-"""Calls of blocks outside of steps, with a pipeline: they run as those of a step inline.
+"""Calls of blocks outside of steps, with a pipeline: all ranks that share a block are to call it; they run it inline.
 
-So each rank runs the whole of ``self(x)`` in a hook, with the same inputs, as it does under DDP.
+Each rank runs the whole of ``self(x)`` in a hook, with the same inputs, as it does under DDP.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class _Search:
         return best
 
     def _replication_candidates(self, simulate: Simulate) -> Simulate:
-        """The same, with weights replicated whose outputs are changed in place as shards can't be."""
+        """Retry with weights replicated whose outputs meet an in-place operator that shards have no form of."""
         changed: dict[str, str] = {}
 
         def simulated(replicated: dict[str, str]) -> Simulated:

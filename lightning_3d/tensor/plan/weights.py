@@ -216,7 +216,7 @@ class Weights:
         weight.replicate(f"none of its {role} features {lengths} is divisible by {self._axis.size}")
 
     def finalize_uses(self, name: str, tensors: Iterable[Tensor], output: object) -> None:
-        """After a call that is no projection: weights that it made a tensor of, and that were undecided, replicate."""
+        """Replicate each weight whose first use is this call, which no rule shards."""
         has_results = bool(tensors_in(output))
         for tensor in tensors if has_results else ():
             if (weight := self._undecided(tensor)) is not None:

@@ -94,7 +94,7 @@ def _split(function: Function, tensor: Tensor, pieces: object, dim: int = 0) -> 
 
 
 def _picked(tensor: Tensor, num_dims: int) -> AliasDims | None:
-    """Dim 0 becomes so many dims."""
+    """Indexing dim 0 by an n-d index: (E, ...) -> (i1, ..., in, ...)."""
     return (*[None] * num_dims, *range(1, tensor.dim())) if tensor.dim() > 1 else None
 
 
