@@ -91,6 +91,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     planned = json.loads(capsys.readouterr().out)
     assert (planned["data_parallel_size"], len(planned["stages"]), len(planned["memory"])) == (4, 2, 2)
     assert set(planned["sent"]) == {"pp", "tp", "dp"}
+    main([*arguments, "--set=context_parallel_size=2", "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["context_parallel_size"], planned["data_parallel_size"]) == (2, 2)
     main([*arguments, f"--report={tmp_path / 'page.html'}", f"--pictures={tmp_path / 'pictures'}"])
     assert "ranks of the pipeline wait" in capsys.readouterr().out
     page = (tmp_path / "page.html").read_text()

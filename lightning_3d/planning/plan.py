@@ -195,7 +195,7 @@ class Plan:
         schedule = f", {self.schedule} with {self.num_microbatches} microbatches" if shape.pp > 1 else ""
         schedule = schedule if self.inline is None else ", inline"
         table = Table(
-            title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}",
+            title=f"{shape.text}, ZeRO {self.zero_stage}{schedule}",
             caption=None
             if self.num_stages == 1
             else f"the slowest stage has {self.imbalance:.2f} x the mean load in {self.load_unit}",
@@ -215,7 +215,7 @@ class Plan:
 
     def ranks_text(self, stage: int) -> str:
         """The global ranks that run a stage, such as ``rank 0`` or ``ranks 0-3``."""
-        per_stage = self.shape.dp * self.shape.cp * self.shape.tp
+        per_stage = self.shape.world_size // self.shape.pp
         first = self.stage_ranks[stage] * per_stage
         return f"rank {first}" if per_stage == 1 else f"ranks {first}-{first + per_stage - 1}"
 

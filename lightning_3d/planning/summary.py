@@ -23,8 +23,7 @@ def layout_text(plan: Plan, most: StaticMemory, num_sharing: int) -> str:
         num_sharing: Data-parallel ranks that share the training state.
     """
     shape = plan.shape
-    sizes = f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}"
-    lines = [f"Layout: {shape.world_size} ranks = {sizes}", *_stages(plan)]
+    lines = [f"Layout: {shape.world_size} ranks = {shape.text}", *_stages(plan)]
     if num_sharing > 1 and plan.zero_stage:
         lines.append(f"ZeRO stage {plan.zero_stage}: {_SHARDED[plan.zero_stage]} sharded over {num_sharing} ranks")
     if shape.tp > 1:

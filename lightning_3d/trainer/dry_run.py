@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.axes import AXES
 from lightning_3d.distributed.machine import Machine
 from lightning_3d.distributed.mesh import MeshShape, resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError, SplitError, TraceError
@@ -70,9 +71,7 @@ class DryRunPlan:
         shape, plan = self.plan.shape, self.plan
         return {
             "world_size": shape.world_size,
-            "pipeline_parallel_size": shape.pp,
-            "data_parallel_size": shape.dp,
-            "tensor_parallel_size": shape.tp,
+            **{axis.setting: shape.sizes[axis.name] for axis in AXES},
             "zero_stage": plan.zero_stage,
             "stages": [[block.fqn for block in plan.blocks_of(stage)] for stage in range(plan.num_stages)],
             "memory": [

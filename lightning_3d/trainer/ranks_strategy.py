@@ -22,6 +22,7 @@ from lightning_3d.distributed.mesh import (
     Mesh,
     MeshShape,
     forget_meshes,
+    refuse_unbuilt,
     resolve_mesh_shape,
     shared_mesh,
     warn_of_slow_groups,
@@ -132,7 +133,8 @@ class RanksStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
+        # Raises before any process is started.
+        refuse_unbuilt(resolve_mesh_shape(self.config, self.num_nodes * self.num_processes))
         refuse_offload(self.config.activations, self.root_device)
         is_on_one_gpu = self.num_processes == 1 and self.root_device.type != "cpu"  # which may be in use already
         if is_forked(self.cluster_environment, self._start_method) and not is_on_one_gpu:

@@ -21,7 +21,8 @@ class DPComm:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.group, self.size = mesh.group("dp"), mesh.shape.dp
+        self.group = mesh.group("state")
+        self.size = self.group.size()
         self.num_shards, self.shard_rank = mesh.num_shards, mesh.dp_rank % mesh.num_shards
         is_hybrid = 1 < mesh.num_shards < mesh.shape.dp
         self._shards = mesh.sliced("dp_shard").get_group() if is_hybrid else self.group

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.config.zero import ZeroConfig
+from lightning_3d.distributed.axes import ROLES
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.dp_comm import DPComm
@@ -64,7 +65,7 @@ class PlainParameters(Zero):
         self._replicas = DPComm(mesh) if mesh.shape.dp > 1 else None
         self._compressing: dist.ProcessGroup | None = None
         if self._replicas is not None and self._power_sgd_rank is not None:  # its hook goes on in callbacks
-            self._compressing = mesh.groups.make_once(mesh.shape.data_parallel_ranks(), runs_callbacks=True)
+            self._compressing = mesh.groups.make_once(mesh.shape.ranks_along(ROLES["state"]), runs_callbacks=True)
         self.num_sharing = 1 if self._replicas is None else self._replicas.num_shards
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)

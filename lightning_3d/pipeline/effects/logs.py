@@ -89,7 +89,7 @@ class Logs(NotedCalls[LogCall]):
 
     def _replicas(self) -> dist.ProcessGroup:
         strategy: Any = self._module.trainer.strategy
-        group: dist.ProcessGroup = strategy.mesh.group("dp")
+        group: dist.ProcessGroup = strategy.mesh.group("samples")
         return group
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
