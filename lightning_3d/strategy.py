@@ -66,7 +66,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         pipeline_parallel_size: Number of pipeline stages.
         data_parallel_size: Number of model replicas; ``"auto"`` fills the world size.
         tensor_parallel_size: Ranks that share each block's weights.
-        context_parallel_size: Ranks that share each sequence; only 1 so far.
+        context_parallel_size: Ranks that share each sequence; more than 1 is planned, and not run yet.
         zero: A ``ZeroConfig`` or a dict of its keys.
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.

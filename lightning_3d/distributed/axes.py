@@ -21,7 +21,7 @@ Role = Literal["state", "samples", "replica"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisRow:
-    """What the ranks along an axis share out."""
+    """One axis: its names, and what its ranks share out."""
 
     name: AxisName
     setting: str
