@@ -36,7 +36,7 @@ from benchmarks.launch import run_ranks
 from benchmarks.models import Linears
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
-from lightning_3d.checkpoint.own_state import shown_state
+from lightning_3d.checkpoint.own_state import state_for_hooks
 
 WIDTH, LAYERS, ROUNDS = 2048, 24, 6
 
@@ -78,7 +78,7 @@ def _states(trainer: L.Trainer) -> dict[str, Any]:
     module, strategy = trainer.lightning_module, trainer.strategy
     assert isinstance(strategy, ThreeDStrategy)
     optimizers = [strategy.optimizer_state(optimizer) for optimizer in strategy.optimizers]
-    return {"model": shown_state(module), "optimizer": optimizers[0]["state"]}
+    return {"model": state_for_hooks(module), "optimizer": optimizers[0]["state"]}
 
 
 def _against_torch(folder: Path, trainer: L.Trainer) -> dict[str, list[float]]:

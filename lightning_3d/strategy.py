@@ -39,8 +39,8 @@ from lightning_3d.parts.layout import (
     full_modules,
     has_some_layout,
     is_laid_out,
-    leave_layouts,
     summoned,
+    unshard,
 )
 from lightning_3d.planning.layouts import Choice
 from lightning_3d.torch_internals import lightning_helpers
@@ -66,7 +66,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         pipeline_parallel_size: Number of pipeline stages.
         data_parallel_size: Number of model replicas; ``"auto"`` fills the world size.
         tensor_parallel_size: Ranks that share each block's weights.
-        context_parallel_size: Ranks that share each sequence; only 1 so far.
+        context_parallel_size: Ranks that share each sequence; more than 1 is planned, and not run yet.
         zero: A ``ZeroConfig`` or a dict of its keys.
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.
@@ -203,7 +203,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         super().setup_environment()
         plans = trainer.state.fn == TrainerFn.FITTING and self.config.activations.plans_memory
         if parallel is None or not is_ready or (plans and parallel.budget is None):  # planned without a training step
-            leave_layouts(self._module, copies_of(self._module, lightning_helpers.callbacks_of(trainer)))
+            unshard(self._module, copies_of(self._module, lightning_helpers.callbacks_of(trainer)))
             self._parallel = None
 
     @override
@@ -232,11 +232,11 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self.setup_precision_plugin()
         if self._control is not None and is_fit:
             self._session.enter_context(called_before_stops(trainer, self._meet_at_end))
-            self._control.heed_signals_together()
+            self._control.handle_signals_collectively()
 
     def _meet_at_end(self) -> None:
         """Raise where this rank alone ends the fit, for which others would wait."""
-        self._met.meet(range(self.mesh.shape.world_size), "the end of training, as by trainer.should_stop = True")
+        self._met.sync_check(range(self.mesh.shape.world_size), "the end of training, as by trainer.should_stop = True")
 
     def _choose_layout(self, trainer: Trainer) -> None:
         """Choose it where nothing of it is set, for a model that is not parallel yet."""
@@ -255,7 +255,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         check_model(self._module, self.config, self.mesh.shape)
         assert isinstance(self._launcher, RunLauncher)
         self._is_empty = is_on_meta(self._module)
-        self._early = WeakIdKeyDictionary({p: fqn for fqn, p in self._module.named_parameters()})
+        self._names_before_sharding = WeakIdKeyDictionary({p: fqn for fqn, p in self._module.named_parameters()})
         self._precision.convert(self._module, self.config.precision, self.root_device)
         if (syncing := lightning_helpers.layer_sync_of(self)) is not None and self.mesh.shape.dp > 1:
             syncing.apply(self._module)
@@ -305,10 +305,10 @@ class ThreeDStrategy(Configured, StepsStrategy):
     def on_train_end(self) -> None:
         if self._module.trainer.should_stop:
             self._meet_at_end()
-        self._met.pass_point()
+        self._met.sync_point()
         self.settle()
         if self._control is not None:
-            self._control.heed_signals_together()
+            self._control.handle_signals_collectively()
         self._checkpoints.is_training = False  # those of hooks that follow are not written in the background
         self._checkpoints.saves.wait()
 
@@ -345,7 +345,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
                 " it in a hook or after fit."
             )
         parts = self._own_parts("summon_full_params was called")
-        parts.zero.settle()
+        parts.zero.wait_params()
         with summoned(parts.layout, module, self._met, is_in_parts=self._is_in_parts, writeback=writeback):
             yield
 
@@ -364,8 +364,8 @@ class ThreeDStrategy(Configured, StepsStrategy):
         if self._is_as_built:
             return super().lightning_module_state_dict()
         self._own_parts("a checkpoint was to be saved")
-        self._met.meet(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
-        self._met.pass_point()
+        self._met.sync_check(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
+        self._met.sync_point()
         self.settle()
         return self._checkpoints.model_state()
 

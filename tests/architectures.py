@@ -252,7 +252,7 @@ class UnrolledCell(Trained):
 # ----------------------------------------------------------------------------------- what blocks take and return
 
 
-class Parts(NamedTuple):
+class InterleavedShard(NamedTuple):
     """A block's output as a named tuple."""
 
     x: Tensor
@@ -274,9 +274,9 @@ class _ReturnsTuple(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, *, depth: int) -> tuple[Parts, None, list[Tensor]]:
+    def forward(self, x: Tensor, *, depth: int) -> tuple[InterleavedShard, None, list[Tensor]]:
         y = self.linear(x)
-        return Parts(x + y.tanh(), y > 0, depth + 1), None, [y.argmax(-1)]
+        return InterleavedShard(x + y.tanh(), y > 0, depth + 1), None, [y.argmax(-1)]
 
 
 class _ReturnsDict(nn.Module):

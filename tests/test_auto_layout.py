@@ -25,7 +25,7 @@ from lightning_3d.errors import MemoryPlanError
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer import auto_layout
-from lightning_3d.trainer.ahead import Ahead, search_layout
+from lightning_3d.trainer.dry_run import DryRun, search_layout
 from tests.models import TinyMLP, features
 from tests.parity import QUIET, assert_same_state, whole_state
 from tests.workers import WorkerPools
@@ -49,7 +49,7 @@ def _chosen(
     with torch.device("meta"):
         module = Wide()
     batch, config = (torch.zeros(samples, 8), torch.zeros(samples, 4)), ThreeDConfig(layout="planned", **kept)
-    ahead = Ahead.without_trainer(module, batch, config, ThreeDPrecision(), 2)
+    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(), 2)
     size = None if memory is None else int(memory * 2**20)
     return search_layout(ahead, config, machine, world_size, size, num_samples=samples)
 

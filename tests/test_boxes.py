@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from lightning_3d.checkpoint.box import Box, boxes
-from lightning_3d.tensor.placement import Parts
+from lightning_3d.tensor.placement import InterleavedShard
 from lightning_3d.torch_internals.dtensor import StridedShard
 
 SIZES = st.integers(0, 13)
@@ -57,7 +57,7 @@ def test_axes_shard_one_after_the_other(shape: tuple[int, int], axes: list[tuple
 def test_fully_shard_over_tensor_parallel(rows: int, tp: int, dp: int, dim: int, parts_per_rank: list[int]) -> None:
     """Also over fused weights, in any sizes, along the same dim or the other."""
     sizes = tuple(tp * size for size in parts_per_rank)
-    parts = Parts(dim=0, sizes=sizes, num_ranks=tp) if sizes else None
+    parts = InterleavedShard(dim=0, sizes=sizes, num_ranks=tp) if sizes else None
     full = _values(sum(sizes) if parts else rows, 5)
     is_over = dim == 0 and tp > 1  # as torch names it
     placements = [StridedShard(0, split_factor=tp) if is_over else Shard(dim), Shard(0)]

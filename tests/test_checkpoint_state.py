@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from lightning_3d.checkpoint.folder import is_sharded_checkpoint
 from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state
-from lightning_3d.checkpoint.own_state import load_model, shown_state
+from lightning_3d.checkpoint.own_state import load_model, state_for_hooks
 from lightning_3d.errors import CheckpointError
 from tests.checkpoints import Staged, restore, save_file, save_folder, staged
 from tests.workers import WorkerPools
@@ -57,7 +57,9 @@ def trained(seed: int = 1) -> tuple[Staged, list[Optimizer], Any]:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {fqn: value for fqn, value in shown_state(model).items() if isinstance(value, Tensor) and not value.is_meta}
+    return {
+        fqn: value for fqn, value in state_for_hooks(model).items() if isinstance(value, Tensor) and not value.is_meta
+    }
 
 
 def everything(model: Staged, optimizers: list[Optimizer]) -> list[Any]:
@@ -71,7 +73,7 @@ def everything(model: Staged, optimizers: list[Optimizer]) -> list[Any]:
 def save(folder: Path) -> None:
     model, optimizers, pp = trained()
     states = [optimizer_state(model, optimizer) for optimizer in optimizers]
-    checkpoint = {"state_dict": shown_state(model), "optimizer_states": states, "epoch": 3}
+    checkpoint = {"state_dict": state_for_hooks(model), "optimizer_states": states, "epoch": 3}
     save_folder(folder / "folder", checkpoint, pp)
     save_file(folder / "file.ckpt", checkpoint)
 
@@ -99,7 +101,7 @@ def overwrite(folder: Path) -> None:
         (folder / "folder" / "notes.txt").write_text("the user's")
     model, optimizers, pp = trained()
     dist.barrier()
-    save_folder(folder / "folder", {"state_dict": shown_state(model)}, pp)
+    save_folder(folder / "folder", {"state_dict": state_for_hooks(model)}, pp)
     assert {*before, "notes.txt"} <= {file.name for file in (folder / "folder").iterdir()}
     restore(folder / "folder", model)
     with pytest.raises(CheckpointError, match="save_weights_only"):
@@ -183,9 +185,9 @@ def read_what_is_not_there(folder: Path) -> None:
     assert isinstance(found.value, CheckpointError)
     (folder / f"file{dist.get_rank()}").write_text("")
     with pytest.raises(CheckpointError, match=r"Could not write the checkpoint .*NotADirectoryError|FileExistsError"):
-        save_folder(folder / "file0" / "checkpoint", {"state_dict": shown_state(model)}, pp)
+        save_folder(folder / "file0" / "checkpoint", {"state_dict": state_for_hooks(model)}, pp)
     with pytest.raises(CheckpointError, match=r"meta.pt, .*pickle"):
-        save_folder(folder / "bad", {"state_dict": shown_state(model), "callback": lambda: None}, pp)
+        save_folder(folder / "bad", {"state_dict": state_for_hooks(model), "callback": lambda: None}, pp)
     assert not is_sharded_checkpoint(folder / "bad")
 
 

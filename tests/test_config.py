@@ -110,7 +110,6 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"zero": {"offload_params": "cpu"}}, "zero.offload_params='cpu' needs zero.stage=3"),
         ({"zero": {"offload_params": "x", "stage": 3}}, "does not go with zero.offload_optimizer='none'"),
         ({"zero": {"offload_window": 8}}, "zero.offload_window=8 needs zero.offload_optimizer"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is not built yet"),
         ({"pipeline": {"num_microbatches": 4}}, "Trainer(accumulate_grad_batches=4)"),
         ({"pipeline_parallel_size": 4, "pipeline": {"num_microbatches": 2}}, "use at least 4 microbatches"),
         ({"zero": {"stage": 3, "bucket_size": 1}}, "leave it out, or use stage 0 or 1 or 2"),

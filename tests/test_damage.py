@@ -19,7 +19,7 @@ from lightning_3d.checkpoint.atomic import MANIFEST, META
 from lightning_3d.checkpoint.checksums import Checksum, damage, manifest_of
 from lightning_3d.checkpoint.content import MODEL
 from lightning_3d.checkpoint.export import export_checkpoint
-from lightning_3d.checkpoint.own_state import shown_state
+from lightning_3d.checkpoint.own_state import state_for_hooks
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
 from tests.checkpoints import restore, save_file, save_folder, staged
@@ -34,7 +34,7 @@ def _saved(path: Path, add: float = 0.0) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(add)
-    save_folder(path, {MODEL: shown_state(model), "epoch": 3}, pp)
+    save_folder(path, {MODEL: state_for_hooks(model), "epoch": 3}, pp)
 
 
 def _tried(read: Callable[[], Any]) -> Any:
@@ -162,7 +162,7 @@ def _flip_a_bit(path: Path) -> str:
 
 def _load_flipped(folder: Path) -> None:
     model, _ = staged()
-    save_file(folder / "whole.ckpt", {MODEL: shown_state(model), "epoch": 3})
+    save_file(folder / "whole.ckpt", {MODEL: state_for_hooks(model), "epoch": 3})
     said = [""]
     if dist.get_rank() == 0:
         shutil.copy(folder / "whole.ckpt", folder / "flipped.ckpt")

@@ -10,7 +10,7 @@ from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.errors import TraceError
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.ahead import Ahead
+from lightning_3d.trainer.dry_run import DryRun
 from tests.models import Regression
 from tests.parity import Layout
 
@@ -59,7 +59,7 @@ PROGRAMS = {"Mapped": lambda: Program(Mapped(), 8), "Written": lambda: Program(W
 
 def _planned(inner: str, layout: Layout) -> Plan:
     config, batch = layout.strategy().config, (torch.randn(4, 8), torch.randn(4, 4))
-    ahead = Ahead.without_trainer(PROGRAMS[inner](), batch, config, ThreeDPrecision("32-true"), num_states=2)
+    ahead = DryRun.without_trainer(PROGRAMS[inner](), batch, config, ThreeDPrecision("32-true"), num_states=2)
     return ahead.plan(config, resolve_mesh_shape(config, 2), memory=None).plan
 
 

@@ -7,9 +7,11 @@ import re
 import warnings
 from contextlib import nullcontext
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.axes import AXES, ROLES
 from lightning_3d.distributed.mesh import MeshShape, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.errors import ConfigError
+from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.torch_internals.process_groups import num_gloo_threads, one_gloo_thread
 from tests.workers import WorkerPools
 
@@ -63,6 +67,44 @@ def test_ranks_have_coordinates_with_tp_innermost_and_pp_outermost(shape: MeshSh
         assert shape.replica_ranks(dp) == [rank for rank, at in enumerate(coordinates) if at.dp == dp]
 
 
+@given(SHAPES)
+def test_ranks_along_axes_differ_along_them_alone(shape: MeshShape) -> None:
+    for names in (("pp",), ("cp", "tp"), *ROLES.values()):
+        sets = shape.ranks_along(names)
+        assert sorted(rank for ranks in sets for rank in ranks) == list(range(shape.world_size))
+        for ranks in sets:
+            coordinates = [shape.coordinate(rank) for rank in ranks]
+            same = {tuple(getattr(at, axis.name) for axis in AXES if axis.name not in names) for at in coordinates}
+            assert len(same) == 1
+            assert len(ranks) == prod(shape.sizes[name] for name in names)
+
+
+def _roles(shape: MeshShape) -> dict[str, list[int]]:
+    mesh = build_mesh(shape, zero_stage=1, device_type="cpu")
+    return {role: dist.get_process_group_ranks(mesh.group(role)) for role in ROLES}
+
+
+def test_groups_of_roles_with_context_parallel(workers: WorkerPools) -> None:
+    """Its ranks share the state with replicas, and the batch with the other ranks of theirs."""
+    assert workers(4).run(_roles, MeshShape(pp=1, dp=2, cp=2, tp=1)) == [
+        {"state": [0, 1, 2, 3], "samples": [rank % 2, rank % 2 + 2], "replica": [rank - rank % 2, rank - rank % 2 + 1]}
+        for rank in range(4)
+    ]
+    assert workers(4).run(_roles, MeshShape(pp=2, dp=1, cp=2, tp=1)) == [
+        {"state": [rank - rank % 2, rank - rank % 2 + 1], "samples": [rank], "replica": [0, 1, 2, 3]}
+        for rank in range(4)
+    ]
+
+
+def test_an_axis_that_is_not_built_is_planned_and_refused_by_a_fit() -> None:
+    config = ThreeDConfig(context_parallel_size=2, tensor_parallel_size=2)
+    shape = resolve_mesh_shape(config, 8)
+    assert shape.text == "pipeline 1 x data 2 x context 2 x tensor 2"
+    strategy = ThreeDStrategy(context_parallel_size=2)
+    with pytest.raises(ConfigError, match="context_parallel_size=2: context parallel is not built yet, only planned"):
+        L.Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
+
+
 def test_tensor_parallel_groups_across_nodes_warn() -> None:
     for tp, ranks_per_node in ((4, 2), (8, 4), (2, 3)):
         with pytest.warns(UserWarning, match=f"tensor_parallel_size={tp} with {ranks_per_node} processes per node"):
@@ -87,7 +129,7 @@ def _threads_of_groups(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=shape.world_size)
     mesh = build_mesh(shape, zero_stage=3, device_type="cpu", shard_size=shard_size)
     groups = [mesh.device_mesh.get_group(name) for name in mesh.device_mesh.mesh_dim_names or ()]
-    groups += [mesh.dp_group, mesh.replica_group]
+    groups += [*mesh.roles.values()]
     first = mesh.groups.make_once([[rank] for rank in range(shape.world_size)])
     assert first is not None
     for group in groups:

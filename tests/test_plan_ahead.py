@@ -22,7 +22,7 @@ from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.timing import makespan
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.ahead import Ahead, PlannedAhead
+from lightning_3d.trainer.dry_run import DryRun, DryRunPlan
 from tests.models import TinyGPT
 from tests.parity import Layout
 from tests.test_budget import GPT, LARGE, _plan, long_tokens
@@ -38,8 +38,8 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
 
 def _planned(
     module: L.LightningModule, batch: Any, config: ThreeDConfig, world_size: int, precision: Any = "32-true"
-) -> PlannedAhead:
-    ahead = Ahead.without_trainer(module, batch, config, ThreeDPrecision(precision), num_states=2)
+) -> DryRunPlan:
+    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(precision), num_states=2)
     return ahead.plan(config, resolve_mesh_shape(config, world_size), memory=None)
 
 
@@ -91,6 +91,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     planned = json.loads(capsys.readouterr().out)
     assert (planned["data_parallel_size"], len(planned["stages"]), len(planned["memory"])) == (4, 2, 2)
     assert set(planned["sent"]) == {"pp", "tp", "dp"}
+    main([*arguments, "--set=context_parallel_size=2", "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["context_parallel_size"], planned["data_parallel_size"]) == (2, 2)
     main([*arguments, f"--report={tmp_path / 'page.html'}", f"--pictures={tmp_path / 'pictures'}"])
     assert "ranks of the pipeline wait" in capsys.readouterr().out
     page = (tmp_path / "page.html").read_text()

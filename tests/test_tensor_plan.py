@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
-from lightning_3d.tensor.plan.planned_axis import Caused
+from lightning_3d.tensor.plan.planned_axis import PlannedCollective
 from lightning_3d.tensor.plan.record import record_block
 from lightning_3d.tensor.plan.replay import replay
 from lightning_3d.tensor.plan.simulate import Choice, Terms, simulate_block
@@ -102,7 +102,7 @@ def test_what_blocks_send_and_share(plans: dict[str, BlockTensorPlan], name: str
     assert share <= plans[name].sharded_share, plans[name]
 
 
-def _communicated(caused: Caused) -> tuple[str, int, list[str]]:
+def _communicated(caused: PlannedCollective) -> tuple[str, int, list[str]]:
     return caused.collective.kind, caused.collective.num_bytes, sorted(caused.cause.sources)
 
 

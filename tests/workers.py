@@ -60,7 +60,7 @@ RUNS_PER_POOL = 64
 """Runs after which fresh processes take over: process groups and caches of earlier runs pile up, and a new pool takes
 half a second."""
 
-TAIL = 3000
+LOSS_CODE = 3000
 """Characters of a failed rank's output that the error shows."""
 
 _EXTENSIONS = re.compile(r"^Extension modules: .*$", re.MULTILINE)
@@ -394,7 +394,7 @@ def _error(crew: _Crew, answers: dict[int, _Success | _Failure], size: int, what
     parts += [f"--- {_name(ranks)}:\n{report}" for report, ranks in ranks_of.items()]
     parts += [f"--- {_name(unfinished)}: not finished {limit}; stacks below."] if unfinished else []
     shown = sorted({ranks[0] for ranks in ranks_of.values()} | set(unfinished))
-    parts += [f"--- output of rank {rank}:\n{crew.output(rank)[-TAIL:]}" for rank in shown if crew.output(rank)]
+    parts += [f"--- output of rank {rank}:\n{crew.output(rank)[-LOSS_CODE:]}" for rank in shown if crew.output(rank)]
     return WorkerError("\n".join(parts), failures | dict.fromkeys(unfinished, f"Not finished {limit}.\n"))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_3d.activations.kept_tensor import Kept, KeptTensor, check_unchanged, given
+from lightning_3d.activations.saved_tensor import Saved, SavedTensor, check_unchanged, unpack
 from lightning_3d.activations.transfers import SideStreams, Wait
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks, is_cast, is_in_backward
 from lightning_3d.torch_internals.dispatch import version_counter
@@ -70,7 +70,7 @@ class Offload:
             return
         self._present = call = _Call(block, self._forward)
         try:
-            with saved_tensors_hooks(self.keep, given):
+            with saved_tensors_hooks(self.keep, unpack):
                 yield
         finally:
             self._present = None
@@ -78,11 +78,11 @@ class Offload:
             last.leave()
         self._last = ref(call)
 
-    def keep(self, tensor: Tensor) -> Kept:
+    def keep(self, tensor: Tensor) -> Saved:
         """Keep a tensor for the backward of the block that is called."""
         call = self._present
         if call is None or not self._is_worth_it(tensor) or call.has_weight(tensor):
-            return KeptTensor(tensor)
+            return SavedTensor(tensor)
         storage, version = tensor.untyped_storage(), version_of(tensor)
         memory = self._memory.get((storage_id(storage), version))
         if memory is None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_3d.activations.kept_tensor import Keep, Kept, KeptTensor, given
+from lightning_3d.activations.saved_tensor import Save, Saved, SavedTensor, unpack
 
 
 def is_cut(shape: Sequence[int], num_ranks: int, *, requires_grad: bool) -> bool:
@@ -31,22 +31,22 @@ class PartitionedInputs:
         keep: Keeps the slices, and tensors that are not cut.
     """
 
-    def __init__(self, group: dist.ProcessGroup, keep: Keep = KeptTensor) -> None:
+    def __init__(self, group: dist.ProcessGroup, keep: Save = SavedTensor) -> None:
         self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
         self._keep = keep
 
-    def kept(self) -> AbstractContextManager[None]:
+    def saved(self) -> AbstractContextManager[None]:
         """Keep slices of the tensors that are saved inside: of those that carry gradients."""
-        return saved_tensors_hooks(self._cut, given)
+        return saved_tensors_hooks(self._cut, unpack)
 
-    def _cut(self, tensor: Tensor) -> Kept:
+    def _cut(self, tensor: Tensor) -> Saved:
         if not tensor.is_contiguous() or not is_cut(tensor.shape, self._size, requires_grad=tensor.requires_grad):
             return self._keep(tensor)
         part = tensor.detach().view(-1).chunk(self._size)[self._rank].clone()
         return partial(self._whole, self._keep(part), tensor.shape)
 
-    def _whole(self, kept: Kept, shape: torch.Size) -> Tensor:
-        part = kept()
+    def _whole(self, saved: Saved, shape: torch.Size) -> Tensor:
+        part = saved()
         whole = part.new_empty(self._size * part.numel())
         dist.all_gather_single(whole, part, group=self._group)
         return whole.view(shape)

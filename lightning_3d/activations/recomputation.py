@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.activations.block_state import BlockState, StateBefore
-from lightning_3d.activations.kept_tensor import Keep, KeptTensor
 from lightning_3d.activations.observing_hooks import ObservingHooks
+from lightning_3d.activations.saved_tensor import Save, SavedTensor
 from lightning_3d.activations.selective import KeptResults
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import StepError
-from lightning_3d.model.block_runner import Call
+from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.model.pytrees import as_called, flatten_call
 from lightning_3d.torch_internals.autograd import (
     checkpoints_noted,
@@ -64,7 +64,7 @@ class Recomputation:
         generators: Generators,
         whole: Callable[[Any], Any] = lambda leaf: leaf,
         inputs: Callable[[], AbstractContextManager[None]] = nullcontext,
-        keep: Keep = KeptTensor,
+        keep: Save = SavedTensor,
     ) -> None:
         self.whole, self._inputs, self.keep = whole, inputs, keep
         self.fqn, self.mode, self.generators = fqn, mode, generators
@@ -75,7 +75,7 @@ class Recomputation:
         self.checkpoints_itself = False
 
     @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
-    def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the block."""
         stands_aside = self.checkpoints_itself or is_in_backward() or is_checkpointing()
         if stands_aside or not torch.is_grad_enabled() or are_transforms_active() or self._has_other_weights():
@@ -84,7 +84,7 @@ class Recomputation:
         run = _Run(self, call, args, kwargs)
         with checkpoints_noted() as made, self._inputs():
             output = checkpoint(
-                run, *run.kept(), use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
+                run, *run.saved(), use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
             )
         if is_first:
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -100,7 +100,7 @@ class Recomputation:
 class _Run:
     """One forward of a block, and its recomputations."""
 
-    def __init__(self, owner: Recomputation, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, owner: Recomputation, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._owner, self._call = owner, call
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until the forward has run
         leaves, self._with_leaves = flatten_call(args, kwargs)
@@ -112,11 +112,11 @@ class _Run:
         self._hooks = ObservingHooks(owner.modules, owner.generators)
         self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
 
-    def kept(self) -> list[Any]:
+    def saved(self) -> list[Any]:
         """Leaves of the arguments for the recomputation: copies of what the forward may change."""
         known = self._owner.changed_inputs
-        kept = [_copied(leaf) if known is None or i in known else leaf for i, leaf in enumerate(self._leaves)]
-        return cast(list[Any], as_called(kept))
+        saved = [_copied(leaf) if known is None or i in known else leaf for i, leaf in enumerate(self._leaves)]
+        return cast(list[Any], as_called(saved))
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Around the forward, and around its recomputations."""
@@ -124,9 +124,9 @@ class _Run:
             return nullcontext(), nullcontext()
         return self._results.keeping(), self._results.giving()
 
-    def __call__(self, *kept: Any) -> Any:
+    def __call__(self, *saved: Any) -> Any:
         if self._given is None:
-            return self._again(kept)
+            return self._again(saved)
         (args, kwargs), self._given = self._given, None
         leaves, self._leaves = self._leaves, []
         versions = [version_of(leaf) if _is_versioned(leaf) else None for leaf in leaves]
@@ -136,7 +136,7 @@ class _Run:
         changed = {i for i, (leaf, version) in pairs if version is not None and version_of(leaf) != version}
         known = self._owner.changed_inputs
         if known is None:  # also what torch does not count: collectives, `tensor.data`
-            changed.update(i for i, copy in enumerate(kept) if _is_other(copy, leaves[i]))
+            changed.update(i for i, copy in enumerate(saved) if _is_other(copy, leaves[i]))
         self._check_copied(changed, leaves)
         self.changed_inputs = changed | (known or frozenset())
         if self._results is not None:
@@ -160,8 +160,8 @@ class _Run:
                     " activations.blocks."
                 )
 
-    def _again(self, kept: Sequence[Any]) -> Any:
-        made = [kept[i].clone() if i in self.changed_inputs else _apart(kept[i]) for i in range(len(kept))]
+    def _again(self, saved: Sequence[Any]) -> Any:
+        made = [saved[i].clone() if i in self.changed_inputs else _apart(saved[i]) for i in range(len(saved))]
         args, kwargs = self._with_leaves(cast(list[Any], as_called([made[first] for first in self._same])))
         with self._state.back(), self._hooks.left_out(self._owner.fqn):
             return self._call(*args, **kwargs)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.activations.collective_mode import CollectiveMode
-from lightning_3d.activations.kept_tensor import Keep, Kept, KeptTensor
+from lightning_3d.activations.saved_tensor import Save, Saved, SavedTensor
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import (
     RESHAPE_ALIAS,
@@ -87,7 +87,7 @@ class _Results:
         calls: This one, and that whose result it used up.
     """
 
-    def __init__(self, results: Any, keep: Keep, calls: Sequence[Call]) -> None:
+    def __init__(self, results: Any, keep: Save, calls: Sequence[Call]) -> None:
         self._keep, self.calls = keep, calls
         self._changes_later = False  # in place, by the block itself
         self._set(results)
@@ -97,15 +97,15 @@ class _Results:
         self._versions = [version_of(counter) for counter in self._counters]
         self._kept = tree_map(self._keep_leaf, results)
 
-    def _keep_leaf(self, leaf: Any) -> Kept:
+    def _keep_leaf(self, leaf: Any) -> Saved:
         return self._keep(leaf) if isinstance(leaf, Tensor) else lambda: leaf
 
     def copy(self) -> None:
         """Keep the values of now, as the tensors will change."""
-        self._set(tree_map(lambda kept: _cloned(kept()), self._kept))
+        self._set(tree_map(lambda saved: _cloned(saved()), self._kept))
         self._changes_later = True
 
-    def given(self) -> Any:
+    def unpack(self) -> Any:
         """The results for a recomputation, which may change them as the forward did.
 
         Raises:
@@ -118,7 +118,7 @@ class _Results:
                 " activations.blocks."
             )
         again = _cloned if self._changes_later else _aliased
-        return tree_map(lambda kept: again(kept()), self._kept)
+        return tree_map(lambda saved: again(saved()), self._kept)
 
 
 class KeptResults:
@@ -128,7 +128,7 @@ class KeptResults:
         keep: Keeps them.
     """
 
-    def __init__(self, keep: Keep = KeptTensor) -> None:
+    def __init__(self, keep: Save = SavedTensor) -> None:
         self._keep = keep
         self._given: dict[Call, Callable[[], Any]] = {}
         self._by_storage: dict[int, list[_Results]] = defaultdict(list)
@@ -156,12 +156,12 @@ class KeptResults:
     def before_change(self, tensors: Iterable[Tensor]) -> None:
         """Copy what is kept in the memory of tensors that are about to change."""
         for tensor in tensors:
-            for kept in self._by_storage.pop(_storage(tensor), ()):
-                kept.copy()
+            for saved in self._by_storage.pop(_storage(tensor), ()):
+                saved.copy()
 
-    def on_collective(self, number: int, make: Callable[[], Tensor], used_up: Tensor | None) -> Tensor:
+    def on_collective(self, number: int, make: Callable[[], Tensor], donated: Tensor | None) -> Tensor:
         """Make a collective and keep its result in place of what it used up, if nothing else has read that."""
-        product = None if used_up is None else self._taken(used_up)
+        product = None if donated is None else self._taken(donated)
         self.before_read()
         result = make()
         call: Call = (None, number)
@@ -182,18 +182,18 @@ class KeptResults:
         return call
 
     def _put(self, results: Any, calls: Sequence[Call]) -> None:
-        kept = _Results(results, self._keep, calls)
-        self._given[calls[0]] = kept.given
+        saved = _Results(results, self._keep, calls)
+        self._given[calls[0]] = saved.unpack
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor):
-                self._by_storage[_storage(leaf)].append(kept)
+                self._by_storage[_storage(leaf)].append(saved)
 
     def leave(self, output: Any) -> None:
         """Keep nothing that a block returns, which its caller may change: the last operators are computed again."""
         self.before_read()
         returned = {_storage(leaf) for leaf in tree_leaves(output) if type(leaf) is Tensor}
-        left = [kept for storage in returned for kept in self._by_storage.get(storage, ())]
-        for call in {call for kept in left for call in kept.calls}:
+        left = [saved for storage in returned for saved in self._by_storage.get(storage, ())]
+        for call in {call for saved in left for call in saved.calls}:
             del self._given[call]
         self._by_storage.clear()
 
@@ -222,9 +222,9 @@ class _Keeping(CollectiveMode):
         self._numbers[func] += 1
         return answer
 
-    def on_collective(self, make: Callable[[], Tensor], used_up: Tensor | None) -> Tensor:
+    def on_collective(self, make: Callable[[], Tensor], donated: Tensor | None) -> Tensor:
         self._numbers[None] += 1
-        return self._results.on_collective(self._numbers[None], make, used_up)
+        return self._results.on_collective(self._numbers[None], make, donated)
 
 
 class _Giving(CollectiveMode):
@@ -239,11 +239,11 @@ class _Giving(CollectiveMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not is_costly(func):
             return func(*args, **(kwargs or {}))
-        given = self._results.find((func, self._numbers[func]))
+        unpack = self._results.find((func, self._numbers[func]))
         self._numbers[func] += 1
-        return func(*args, **(kwargs or {})) if given is None else given()
+        return func(*args, **(kwargs or {})) if unpack is None else unpack()
 
-    def on_collective(self, make: Callable[[], Tensor], used_up: Tensor | None) -> Tensor:
+    def on_collective(self, make: Callable[[], Tensor], donated: Tensor | None) -> Tensor:
         self._numbers[None] += 1
         result: Tensor = (self._results.find((None, self._numbers[None])) or make)()
         return result

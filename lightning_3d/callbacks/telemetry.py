@@ -27,11 +27,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import profile, supported_activities
 
-from lightning_3d.callbacks.outlets import RowFile, RowTable
 from lightning_3d.callbacks.peaks import peak_tflops
 from lightning_3d.callbacks.rows import Amount, amounts, rates, times_and_memory
 from lightning_3d.callbacks.timeline import ScheduleTimeline
+from lightning_3d.callbacks.writers import RowFile, RowTable
 from lightning_3d.distributed.around_collectives import around_collectives
+from lightning_3d.distributed.axes import ROLES
 from lightning_3d.distributed.device_memory import host_memory
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.memory.flop_counter import FlopCounter
@@ -357,8 +358,8 @@ def _strategy(trainer: L.Trainer) -> ThreeDStrategy:
 def _phases(strategy: ThreeDStrategy) -> list[str]:
     """The parts of a step's time in this layout."""
     plan = strategy.plan
-    axes = [axis for axis in ("pp", "dp", "tp") if getattr(plan.shape, axis) > 1]
-    replica = [axis for axis in axes if axis != "dp"]
+    axes = [name for name, size in plan.shape.sizes.items() if size > 1]
+    replica = [name for name in axes if name in ROLES["replica"]]
     communication = dict.fromkeys("_".join(ranks) for ranks in ([axis] for axis in axes))
     communication |= dict.fromkeys("_".join(ranks) for ranks in (replica, axes) if ranks)
     bubbles = ["bubble"] if plan.shape.pp > 1 and plan.inline is None else []

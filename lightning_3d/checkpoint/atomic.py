@@ -5,7 +5,7 @@
     .last.ckpt.saving/              it again, until it is removed
 
 What a killed save leaves aside is found by nobody who looks for checkpoints, and removed by the next save to that path.
-If the process is killed between the renames, ``completed`` finds the folder before, and so does Lightning for
+If the process is killed between the renames, ``published_path`` finds the folder before, and so does Lightning for
 ``ckpt_path="last"`` and ``"hpc"``. A file takes the place of a file or link in one rename.
 """
 
@@ -35,10 +35,10 @@ NOT_SHARED = (
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
     """The path on this machine's file systems; None for a URL of another that ``fsspec`` knows."""
-    scheme, separator, rest = os.fspath(path).partition("://")
+    scheme, separator, metadata = os.fspath(path).partition("://")
     if not separator:
         return Path(path)
-    return Path(rest) if scheme in ("file", "local") else None
+    return Path(metadata) if scheme in ("file", "local") else None
 
 
 def is_own(file: Path) -> bool:
@@ -65,13 +65,13 @@ def check_no_others(path: Path) -> None:
         )
 
 
-def aside(path: Path) -> Path:
+def staging_path(path: Path) -> Path:
     """Where a checkpoint is written that goes to this path."""
     name = path.name.replace("ckpt_", "ckpt%5F")  # Lightning takes names with `hpc_ckpt_` for such checkpoints
     return path.with_name(f".{name}.saving")
 
 
-def completed(path: Path) -> Path:
+def published_path(path: Path) -> Path:
     """Where the checkpoint of this path is: there, or where a killed save had moved it."""
     before = _before(path)
     return before if not os.path.lexists(path) and before.exists() else path
@@ -80,12 +80,12 @@ def completed(path: Path) -> Path:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Write a checkpoint aside, at what this yields; then it takes its place. After a failure what was there stays."""
-    make_room(path)
+    prepare_staging(path)
     try:
-        yield aside(path)
+        yield staging_path(path)
         publish(path)
     except BaseException:
-        give_up(path)
+        discard_staging(path)
         raise
 
 
@@ -96,29 +96,29 @@ def is_seen(path: Path) -> bool:
     return path.exists()
 
 
-def make_room(path: Path) -> None:
+def prepare_staging(path: Path) -> None:
     """Let there be nothing where a checkpoint is written that goes to this path, and a folder to write it in.
 
     Files of others in one that was to be removed go back to the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if completed(path) != path:  # half of a replacement
+    if published_path(path) != path:  # half of a replacement
         _before(path).rename(path)
-    _remove(aside(path), keep_in=path)
+    _remove(staging_path(path), keep_in=path)
     if os.path.lexists(_before(path)):
-        _before(path).rename(aside(path))  # out of sight, as half of it might be found
-        _remove(aside(path), keep_in=path)
+        _before(path).rename(staging_path(path))  # out of sight, as half of it might be found
+        _remove(staging_path(path), keep_in=path)
 
 
-def give_up(path: Path) -> None:
+def discard_staging(path: Path) -> None:
     """Remove what was written aside for this path, as it can't be finished."""
     with suppress(OSError):
-        _remove(aside(path))
+        _remove(staging_path(path))
 
 
 def publish(path: Path) -> None:
     """Let what was written aside take its place, and remove what was there."""
-    staged = aside(path)
+    staged = staging_path(path)
     _sync_below(staged)
     if not _is_folder(path) and (not _is_folder(staged) or not os.path.lexists(path)):
         staged.replace(path)
@@ -132,7 +132,7 @@ def publish(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint; killed in between, it is gone for those who look for it."""
-    gone = aside(path)
+    gone = staging_path(path)
     _remove(gone)
     path.rename(gone)
     _remove(gone)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from lightning_3d.tensor.placement import Parts
+from lightning_3d.tensor.placement import InterleavedShard
 from lightning_3d.torch_internals.dtensor import StridedShard, part_of, placed
 
 
@@ -70,7 +70,7 @@ def boxes(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
-    parts: Parts | None = None,
+    parts: InterleavedShard | None = None,
 ) -> list[Box]:
     """The boxes that a rank holds of a tensor, in the order of its local tensor; none where others hold all of it.
 
@@ -103,7 +103,7 @@ class Share:
 
     tensor: Tensor
     """Plain, or a DTensor."""
-    parts: Parts | None = None
+    parts: InterleavedShard | None = None
     """Its parts where it is in grouped order; files have the original one."""
 
     @cached_property
@@ -149,7 +149,7 @@ def is_part(tensor: object) -> bool:
 
 
 @torch.no_grad()
-def fill(target: Tensor, full: Tensor, parts: Parts | None = None) -> None:
+def fill(target: Tensor, full: Tensor, parts: InterleavedShard | None = None) -> None:
     """Copy this rank's part of `full`, a plain tensor on any device, into `target`; converts dtype.
 
     Only this part of `full` is read, which matters when it lies in a memory-mapped file.
@@ -162,7 +162,7 @@ def fill(target: Tensor, full: Tensor, parts: Parts | None = None) -> None:
         share.at(box).copy_(full[box.full])
 
 
-def state_share(value: Tensor, parts: Parts | None) -> Share:
+def state_share(value: Tensor, parts: InterleavedShard | None) -> Share:
     """The share of a state of an optimizer.
 
     Args:
@@ -203,7 +203,7 @@ def _on_device_of_mesh(tensor: DTensor) -> DTensor:
     return placed(local, mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
-def _grouped(parts: Parts) -> list[range]:
+def _grouped(parts: InterleavedShard) -> list[range]:
     """Indices of the original order along a dim, in the grouped one."""
     ends = accumulate(parts.sizes)
     of_parts = [range(end - size, end) for end, size in zip(ends, parts.sizes, strict=True)]

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.checkpoint.box import Share, is_part, state_share
-from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.errors import CheckpointError
-from lightning_3d.tensor.placement import Parts, order_of
+from lightning_3d.tensor.placement import InterleavedShard, order_of
 
 TreePath = tuple[str | int, ...]
 """The way through the nested containers of a checkpoint to a value."""
@@ -45,11 +45,11 @@ class Content:
 
     values: dict[TreePath, Any]
     """Shares of tensors, and values of the model's and the optimizers' states that are none."""
-    rest: dict[str, Any]
+    metadata: dict[str, Any]
     """The checkpoint without these states, with a tensor on the meta device for each share."""
 
 
-def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, Parts] = MappingProxyType({})) -> Content:
+def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, InterleavedShard] = MappingProxyType({})) -> Content:
     """This rank's content of a Trainer's checkpoint; a collective of all ranks.
 
     Args:
@@ -62,7 +62,7 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, Parts] = Mappi
 
     """
     values: dict[TreePath, Any] = {}
-    with failing_alike("gather the checkpoint"):
+    with collective_errors("gather the checkpoint"):
         for name, value in checkpoint[MODEL].items():
             if not isinstance(value, Tensor):
                 values[MODEL, name] = value
@@ -75,8 +75,8 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, Parts] = Mappi
                     values[section, "state", fqn, name] = _saved_state(fqn, name, value, parts.get(fqn))
             if dist.get_rank() == 0:
                 values[section, "param_groups"] = state["param_groups"]
-    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
-    partial = _partial_on_any_rank(rest)
+    metadata = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+    partial = _partial_on_any_rank(metadata)
 
     def apart(path: TreePath, node: Any) -> Any:
         if path not in partial or not isinstance(node, Tensor):
@@ -85,10 +85,10 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, Parts] = Mappi
             values[path] = Share(node, order_of(node))
         return torch.empty(node.shape, dtype=node.dtype, device="meta")
 
-    return Content(values=values, rest=changed(rest, apart))
+    return Content(values=values, metadata=changed(metadata, apart))
 
 
-def _saved_state(fqn: str, name: str, value: Any, parts: Parts | None) -> Any:
+def _saved_state(fqn: str, name: str, value: Any, parts: InterleavedShard | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     share = state_share(value, parts)
@@ -100,7 +100,7 @@ def _saved_state(fqn: str, name: str, value: Any, parts: Parts | None) -> Any:
     return share
 
 
-def _partial_on_any_rank(rest: dict[str, Any]) -> set[TreePath]:
+def _partial_on_any_rank(metadata: dict[str, Any]) -> set[TreePath]:
     """The paths of tensors of which some rank has a part."""
     own: set[TreePath] = set()
 
@@ -108,15 +108,14 @@ def _partial_on_any_rank(rest: dict[str, Any]) -> set[TreePath]:
         own.update([path] if is_part(node) else ())
         return node
 
-    changed(rest, note)
+    changed(metadata, note)
     everyone = [own] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return set().union(*everyone)
 
 
 def changed(node: Any, change: Callable[[TreePath, Any], Any], path: TreePath = ()) -> Any:
-    """Nested dictionaries, lists and tuples with what a function makes of them, from above; the same where it changes
-    nothing.
+    """Map a tree of dictionaries, lists and tuples, parents before children; the same object where nothing changed.
 
     Args:
         change: Gets paths, of names alone, and nodes; what it changes it has changed wholly.
@@ -133,7 +132,7 @@ def changed(node: Any, change: Callable[[TreePath, Any], Any], path: TreePath = 
     return getattr(type(node), "_make", type(node))(children.values())
 
 
-def joined(values: Mapping[TreePath, Any], rest: dict[str, Any], num_optimizers: int | None) -> dict[str, Any]:
+def joined(values: Mapping[TreePath, Any], metadata: dict[str, Any], num_optimizers: int | None) -> dict[str, Any]:
     """The checkpoint that one process would have saved.
 
     Args:
@@ -141,16 +140,16 @@ def joined(values: Mapping[TreePath, Any], rest: dict[str, Any], num_optimizers:
         rest: As in `Content`.
         num_optimizers: None if their states are not saved.
     """
-    checkpoint: dict[str, Any] = in_place(values, rest)
+    checkpoint: dict[str, Any] = in_place(values, metadata)
     checkpoint[MODEL] = {path[1]: value for path, value in values.items() if path[0] == MODEL}
     if num_optimizers is not None:
         checkpoint[OPTIMIZERS] = [_numbered(values, section) for section in sections(num_optimizers)]
     return checkpoint
 
 
-def in_place(values: Mapping[TreePath, Any], rest: dict[str, Any]) -> dict[str, Any]:
+def in_place(values: Mapping[TreePath, Any], metadata: dict[str, Any]) -> dict[str, Any]:
     """The rest of a checkpoint with values where they were."""
-    return {**changed(rest, lambda path, node: values.get(path, node))}
+    return {**changed(metadata, lambda path, node: values.get(path, node))}
 
 
 def states_of(values: Mapping[TreePath, Any], section: str) -> dict[str, dict[str, Any]]:

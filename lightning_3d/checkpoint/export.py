@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_3d.checkpoint import safetensors
-from lightning_3d.checkpoint.atomic import MANIFEST, META, completed, is_exported, is_own, local_path, replacing
+from lightning_3d.checkpoint.atomic import MANIFEST, META, is_exported, is_own, local_path, published_path, replacing
 from lightning_3d.checkpoint.checksums import Checksum, manifest_of
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, TreePath
 from lightning_3d.checkpoint.folder import FSDP_MODEL
@@ -102,7 +102,7 @@ def _local(path: str | PathLike[str]) -> Path:
 
 
 def _check_target(path: Path, source: Path, format: Format, *, overwrite: bool) -> None:
-    there = completed(path)
+    there = published_path(path)
     if there.resolve() == source.resolve():
         raise CheckpointError(f"{path} is the checkpoint itself: export to another path")
     if not there.exists():

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.checkpoint.atomic import MANIFEST, META
 from lightning_3d.checkpoint.box import Share, TensorInfo
 from lightning_3d.checkpoint.checksums import REPAIR
+from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.content import MODEL, Content, TreePath
-from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader, unpickling
 from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent
@@ -68,11 +68,11 @@ def folder_content(content: Content, pp: DeviceMesh | None, tied: Mapping[str, s
             for step in way:
                 section = section.setdefault(step, {})
             section[name] = value
-    rest = io.BytesIO()
-    with failing_alike(f"write {META}, which holds what is no state of the model or an optimizer"):
+    metadata = io.BytesIO()
+    with collective_errors(f"write {META}, which holds what is no state of the model or an optimizer"):
         if dist.get_rank() == 0:
-            torch.save({**content.rest, HAS_MANIFEST: True}, rest)
-    return state, rest.getvalue()
+            torch.save({**content.metadata, HAS_MANIFEST: True}, metadata)
+    return state, metadata.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +142,10 @@ class Folder:
         """
         values = self.values(wanted)
         with unpickling(self.location):
-            rest = torch.load(self.location / META, map_location="cpu", mmap=True, weights_only=self.weights_only)
-        if rest.pop(HAS_MANIFEST, False) and not (self.location / MANIFEST).is_file():
+            metadata = torch.load(self.location / META, map_location="cpu", mmap=True, weights_only=self.weights_only)
+        if metadata.pop(HAS_MANIFEST, False) and not (self.location / MANIFEST).is_file():
             raise CheckpointError(f"{self.location} is damaged: {MANIFEST} is missing. {REPAIR}")
-        return Content(values=values, rest=rest)
+        return Content(values=values, metadata=metadata)
 
     def _full(self, key: str, info: TensorInfo) -> Tensor:
         full = torch.empty(info.shape, dtype=info.dtype)

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.box import Box, Share, TensorInfo
 from lightning_3d.checkpoint.content import TreePath
 from lightning_3d.checkpoint.lazy import LazyTensor, of_its_own
-from lightning_3d.distributed.agreement import alike
+from lightning_3d.distributed.agreement import raise_on_all_ranks
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.pytree import tree_map_only
@@ -99,14 +99,14 @@ class Gathering:
             if dist.get_rank() == 0
         }
 
-    def served(self, act: Callable[[], _Result]) -> _Result | None:
-        """Let rank 0 do something that makes tensors; a collective of all ranks, None but on rank 0.
+    def with_peers_serving(self, act: Callable[[], _Result]) -> _Result | None:
+        """Run ``act`` on rank 0, while the others send it their boxes; a collective of all ranks, None but on rank 0.
 
         Raises:
             Exception: What ``act`` raised, or why a rank could not send; on all ranks.
         """
         result: _Result | None = None
-        with alike():
+        with raise_on_all_ranks():
             if dist.get_rank() == 0:
                 try:
                     result = act()

@@ -18,18 +18,18 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.atomic import MANIFEST, META, NOT_SHARED, completed
+from lightning_3d.checkpoint.atomic import MANIFEST, META, NOT_SHARED, published_path
 from lightning_3d.checkpoint.box import Share
 from lightning_3d.checkpoint.checksums import check_content, read_manifest
+from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, TreePath, in_place, joined, sections, states_of
-from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
 from lightning_3d.checkpoint.lazy import LazyTensor, SavedState, as_lazy, save_lazily, take
 from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.checkpoint.reading import unpickling
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
-from lightning_3d.tensor.placement import Parts, marked
+from lightning_3d.tensor.placement import InterleavedShard, interleaved_parameters
 
 # --------------------------------------------------------------------------------------------------------- by a Trainer
 
@@ -49,12 +49,12 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
 
     """
     there = on_one_rank(lambda: _seen_at(path))
-    with failing_alike(f"read the checkpoint {path}"):
+    with collective_errors(f"read the checkpoint {path}"):
         if (seen := _seen_at(path)) != there:
             raise CheckpointError(f"Rank 0 sees {there} there, and this rank {seen}: {NOT_SHARED}")
     check_content(path, is_shared=True)
     checkpoint: dict[str, Any] = {}
-    with failing_alike(f"read the checkpoint {path}"):
+    with collective_errors(f"read the checkpoint {path}"):
         if path.is_dir():
             checkpoint = _own_parts(Folder.open(path, weights_only=weights_only), module)
         else:
@@ -67,10 +67,12 @@ def _seen_at(path: Path) -> str:
 
 
 def _own_parts(folder: Folder, module: nn.Module) -> dict[str, Any]:
-    content, model, parts = folder.content(), state_of(module), marked(module)
+    content, model, parts = folder.content(), state_of(module), interleaved_parameters(module)
     values = content.values
     further = {path: value for path, value in values.items() if path[0] != MODEL and not is_of_optimizer(path)}
-    checkpoint = in_place({path: _own_part(path, value, model, parts) for path, value in further.items()}, content.rest)
+    checkpoint = in_place(
+        {path: _own_part(path, value, model, parts) for path, value in further.items()}, content.metadata
+    )
     checkpoint[MODEL] = SavedState({str(path[1]): value for path, value in values.items() if path[0] == MODEL})
     if (num := _num_optimizers(folder, content)) is not None:
         checkpoint[OPTIMIZERS] = [
@@ -82,11 +84,11 @@ def _own_parts(folder: Folder, module: nn.Module) -> dict[str, Any]:
 
 def _num_optimizers(folder: Folder, content: Content) -> int | None:
     """Number of optimizers whose states it has; None of a checkpoint that was saved without any."""
-    is_without = not folder.num_optimizers and "lr_schedulers" not in content.rest
+    is_without = not folder.num_optimizers and "lr_schedulers" not in content.metadata
     return None if is_without else folder.num_optimizers
 
 
-def _own_part(path: TreePath, value: Any, model: Mapping[str, Any], parts: Mapping[str, Parts]) -> Any:
+def _own_part(path: TreePath, value: Any, model: Mapping[str, Any], parts: Mapping[str, InterleavedShard]) -> Any:
     if not isinstance(value, LazyTensor):
         return value
     steps = str(path[-1]).split(".")
@@ -112,7 +114,7 @@ def located(path: Path) -> Path:
         CheckpointError: It is no checkpoint.
 
     """
-    path = completed(path)
+    path = published_path(path)
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no checkpoint {path}")
     if path.is_dir() and not is_sharded_checkpoint(path):
@@ -175,10 +177,10 @@ def lazy_checkpoint(path: Path, *, weights_only: bool | None, leave_out: str = "
     with unpickling(path):
         folder = Folder.open(path, weights_only=weights_only)
     if leave_out == "rest":
-        content = Content(values=folder.values(lambda path: path[0] in (MODEL, TIED)), rest={})
+        content = Content(values=folder.values(lambda path: path[0] in (MODEL, TIED)), metadata={})
     else:
         content = folder.content(lambda path: not (leave_out and is_of_optimizer(path)))
-    checkpoint = joined(content.values, content.rest, None if leave_out else _num_optimizers(folder, content))
+    checkpoint = joined(content.values, content.metadata, None if leave_out else _num_optimizers(folder, content))
     state = checkpoint[MODEL]
     for other, first in [(path[1], value) for path, value in content.values.items() if path[0] == TIED]:
         if _are_equal(state.get(first), state.get(other)):

@@ -174,8 +174,8 @@ def _differences(found: Iterable[str], wanted: Iterable[str]) -> list[str]:
 
 
 def _listed(fqns: Sequence[str]) -> str:
-    rest = len(fqns) - NUM_NAMED
-    return ", ".join(fqns[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    metadata = len(fqns) - NUM_NAMED
+    return ", ".join(fqns[:NUM_NAMED]) + (f" and {metadata} more" if metadata > 0 else "")
 
 
 def _shape(info: TensorInfo | None) -> tuple[int, ...] | None:

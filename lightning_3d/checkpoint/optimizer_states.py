@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.box import TensorInfo, state_share
-from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.lazy import LazyTensor, info_of, made, take, unread
 from lightning_3d.checkpoint.match import by_fqn, check_groups, check_kind, check_num_optimizers
 from lightning_3d.errors import CheckpointError
-from lightning_3d.tensor.placement import Parts, marked
+from lightning_3d.tensor.placement import InterleavedShard, interleaved_parameters
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.zero.gathered import reshard_units
 from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards, plain, shard_of
@@ -51,8 +51,8 @@ def load_optimizers(
         CheckpointError: They do not fit, or can't be read; on all ranks, before any optimizer is changed.
     """
     loaded: list[tuple[Optimizer, dict[str, Any]]] = []
-    all_parts = marked(module)
-    with failing_alike("load the states of optimizers"):
+    all_parts = interleaved_parameters(module)
+    with collective_errors("load the states of optimizers"):
         check_num_optimizers(len(states), len(optimizers))
         for i, optimizer in enumerate(map(unwrapped, optimizers)):
             if has_no_parameters(optimizer):
@@ -70,7 +70,7 @@ def load_optimizers(
             check_groups(saved["param_groups"], groups, optimizer=i, strict=strict)
             state, own = unread(saved["state"]), dict[int, dict[str, Any]]()
             for number, (fqn, parameter) in enumerate(named):
-                if fqn in state and not (parameter.is_meta or shard_of(parameter, shards).is_elsewhere):
+                if fqn in state and not (parameter.is_meta or shard_of(parameter, shards).owned_by_other):
                     own[number] = {
                         name: _part_of(value, parameter, shards, all_parts.get(fqn))
                         for name, value in state[fqn].items()
@@ -82,7 +82,7 @@ def load_optimizers(
         optimizer.load_state_dict(part)
 
 
-def _part_of(value: Any, parameter: nn.Parameter, shards: Shards, parts: Parts | None) -> Any:
+def _part_of(value: Any, parameter: nn.Parameter, shards: Shards, parts: InterleavedShard | None) -> Any:
     if not isinstance(value, Tensor | LazyTensor):
         return tree_map_only(Tensor, Tensor.clone, made(value))  # of parameters that this rank steps whole
     info = info_of(value)
@@ -102,7 +102,7 @@ def _empty_state(parameter: nn.Parameter, info: TensorInfo, shard: RankShard) ->
         return shard.like_parameter(shard.empty_state(info.dtype))
     if math.prod(info.shape) == 1:  # a step count; torch moves it off the CPU where it has to be elsewhere
         return torch.empty(info.shape, dtype=info.dtype)
-    if isinstance(parameter, DTensor) or shard.is_dealt:
+    if isinstance(parameter, DTensor) or shard.is_sharded:
         raise CheckpointError(
             f"an optimizer state of shape {info.shape} belongs to a sharded parameter of shape "
             f"{tuple(parameter.shape)}: only states of the parameter's shape and scalars can be sharded"
@@ -158,7 +158,7 @@ def optimizer_state(
             if isinstance(value, Tensor):
                 if parameter in shards and value.shape != shard.own(parameter).shape:
                     apart.add(name)
-            elif (isinstance(parameter, DTensor) or shard.is_dealt) and _holds_more(value):
+            elif (isinstance(parameter, DTensor) or shard.is_sharded) and _holds_more(value):
                 raise CheckpointError(
                     f"state {name!r} of {fqn} in {kind} is a {type(value).__name__}, and this rank steps a part of that"
                     " parameter: there only states that are tensors and plain values can be saved. Use"

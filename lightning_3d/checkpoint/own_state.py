@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.box import Share
-from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.lazy import info_of, made, take, unread
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.model.absent import stand_in
-from lightning_3d.tensor.placement import marked
+from lightning_3d.tensor.placement import interleaved_parameters
 
 expects_parts: ContextVar[bool] = ContextVar("expects_parts", default=False)
 """Whether the code that calls ``state_dict()`` knows that it gets parts."""
@@ -53,7 +53,7 @@ def held_names(state: Mapping[str, Any]) -> set[str]:
     return {fqn for fqn, is_present in present.items() if is_present}
 
 
-def shown_state(module: nn.Module) -> dict[str, Any]:
+def state_for_hooks(module: nn.Module) -> dict[str, Any]:
     """The model's state as hooks that save a checkpoint see it, under the names of one process on every rank.
 
     In place of tensors that another stage saves there are stand-ins, which have shapes alone. So a hook that drops,
@@ -82,10 +82,10 @@ def load_model(saved: Mapping[str, Any], module: nn.Module, *, strict: bool) -> 
         CheckpointError: The state does not fit, or can't be read; on all ranks. If it does not fit, nothing is changed.
 
     """
-    state, parts, saved = state_of(module), marked(module), unread(saved)
+    state, parts, saved = state_of(module), interleaved_parameters(module), unread(saved)
     held = held_names(state)
     loaded = {fqn: value for fqn, value in state.items() if fqn in held and fqn in saved}
-    with failing_alike("load the checkpoint"):
+    with collective_errors("load the checkpoint"):
         found, wanted = ({fqn: info_of(value) for fqn, value in values.items()} for values in (saved, state))
         check_model(found, wanted, strict=strict)
         for fqn, value in loaded.items():

@@ -28,17 +28,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint.atomic import completed, local_path, remove
+from lightning_3d.checkpoint.atomic import local_path, published_path, remove
 from lightning_3d.checkpoint.box import is_part
+from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, content_of, joined
-from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import folder_content
 from lightning_3d.checkpoint.gathering import Gathering
 from lightning_3d.checkpoint.lazy import SavedState, made
 from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.match import check_is_lightning
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state, parameters_of
-from lightning_3d.checkpoint.own_state import like_state, load_model, shown_state, state_of, tied_fqns
+from lightning_3d.checkpoint.own_state import like_state, load_model, state_for_hooks, state_of, tied_fqns
 from lightning_3d.checkpoint.run_state import RUN
 from lightning_3d.checkpoint.saves import Saves
 from lightning_3d.checkpoint.writing import write_file, write_folder
@@ -47,7 +47,7 @@ from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.memory.rank_memory import GIB, size_text
-from lightning_3d.tensor.placement import marked
+from lightning_3d.tensor.placement import interleaved_parameters
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.modules import named_state
@@ -143,11 +143,13 @@ class ThreeDCheckpointIO(CheckpointIO):
         """The model's state for a checkpoint, under all names that one process saves: this rank's parts, or, where it
         goes to a file and hooks of the user's may look at it, full values on all ranks.
         """
-        shown = shown_state(self._module)
+        shown = state_for_hooks(self._module)
         if self._writes_folders or not _hooks_see_saving(self._module):
             return shown
-        gathering = Gathering(content_of({MODEL: shown}, marked(self._module)).values)
-        full: dict[str, Any] = gathering.served(lambda: made(joined(gathering.values(), {}, None)[MODEL])) or {}
+        gathering = Gathering(content_of({MODEL: shown}, interleaved_parameters(self._module)).values)
+        full: dict[str, Any] = (
+            gathering.with_peers_serving(lambda: made(joined(gathering.values(), {}, None)[MODEL])) or {}
+        )
         broadcast = self._strategy.broadcast
         return like_state(shown, {name: broadcast(full.get(name)) for name in broadcast(list(full))})
 
@@ -155,7 +157,7 @@ class ThreeDCheckpointIO(CheckpointIO):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of the state of an optimizer for a checkpoint."""
         own: dict[str, Any] = {}
-        with failing_alike("gather the optimizer's state"):
+        with collective_errors("gather the optimizer's state"):
             own = optimizer_state(self._module, optimizer, self._shards)
         return own
 
@@ -173,7 +175,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         goes_on = self.is_training and trainer.state.status == TrainerStatus.RUNNING
         goes_on &= not lightning_helpers.is_for_requeue(path)  # after which SLURM may end the job at any time
         self.saves.wait()
-        content = content_of(checkpoint, marked(self._module))
+        content = content_of(checkpoint, interleaved_parameters(self._module))
         if not self._writes_folders:
             self._save_file(checkpoint, content, path, storage_options, goes_on)
             return
@@ -194,12 +196,12 @@ class ThreeDCheckpointIO(CheckpointIO):
         full: dict[str, Any] | None = None
         if self._strategy.is_global_zero:
             states = checkpoint.get(OPTIMIZERS)
-            gathered = joined(gathering.values(), content.rest, None if states is None else len(states))
+            gathered = joined(gathering.values(), content.metadata, None if states is None else len(states))
             full = {key: gathered[key] for key in checkpoint}  # in the order of one process
             full[MODEL] = like_state(checkpoint[MODEL], full[MODEL])
         is_lazy = file is not None and not self._config.checkpoint.async_save
         if not is_lazy:
-            full = gathering.served(lambda: made(full))
+            full = gathering.with_peers_serving(lambda: made(full))
 
         def put(full: Any) -> None:
             if file is not None:
@@ -208,9 +210,9 @@ class ThreeDCheckpointIO(CheckpointIO):
                 self._strategy.checkpoint_io.save_checkpoint(full, path, storage_options)
 
         def write(full: dict[str, Any] | None, group: dist.ProcessGroup | None) -> None:
-            with failing_alike(f"write the checkpoint {path}", group):
+            with collective_errors(f"write the checkpoint {path}", group):
                 if is_lazy:
-                    gathering.served(lambda: put(full))
+                    gathering.with_peers_serving(lambda: put(full))
                 elif self._strategy.is_global_zero:
                     put(full)
 
@@ -254,7 +256,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         if weights_only is None and isinstance(launcher, RunLauncher):
             weights_only = launcher.weights_only
         local = local_path(path)
-        local = None if local is None else on_one_rank(partial(completed, local))
+        local = None if local is None else on_one_rank(partial(published_path, local))
         if local is not None and (not self._is_users or on_one_rank(local.is_dir)):
             checkpoint = read_checkpoint(local, self._module, weights_only=weights_only)
         else:
@@ -270,8 +272,8 @@ class ThreeDCheckpointIO(CheckpointIO):
         """Fill the model from a checkpoint that ``load_checkpoint`` gave."""
         state = checkpoint[MODEL]
         load_model(state, self._module, strict=strict)
-        rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
-        if isinstance(state, SavedState) and any(map(is_part, tree_leaves(rest))):
+        metadata = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+        if isinstance(state, SavedState) and any(map(is_part, tree_leaves(metadata))):
             assert isinstance(checkpoint, dict)
             checkpoint[MODEL] = state_of(self._module)  # callbacks that average weights go on from parts, too
 

@@ -20,17 +20,17 @@ from lightning_3d.checkpoint.atomic import (
     MANIFEST,
     META,
     NOT_SHARED,
-    aside,
     check_no_others,
-    give_up,
+    discard_staging,
     is_seen,
-    make_room,
+    prepare_staging,
     publish,
     replacing,
+    staging_path,
 )
 from lightning_3d.checkpoint.box import Share
 from lightning_3d.checkpoint.checksums import Checksum, ChecksummedFile, manifest_of
-from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.lazy import save_lazily
 from lightning_3d.errors import CheckpointError
 
@@ -53,32 +53,34 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
     Raises:
         CheckpointError: It can't be written; on all ranks. What was there stays.
     """
-    state, rest = content
+    state, metadata = content
     action, is_first = f"write the checkpoint {path}", dist.get_rank() == 0
     try:
-        with failing_alike(action, group):
+        with collective_errors(action, group):
             if is_first:
-                make_room(path)
-                aside(path).mkdir()
-        with failing_alike(action, group):
-            if not is_seen(aside(path)):
-                raise CheckpointError(f"This rank does not see {aside(path)}, which rank 0 has made: {NOT_SHARED}")
-        writer = _FolderWriter(aside(path))
-        with failing_alike(action, group):
+                prepare_staging(path)
+                staging_path(path).mkdir()
+        with collective_errors(action, group):
+            if not is_seen(staging_path(path)):
+                raise CheckpointError(
+                    f"This rank does not see {staging_path(path)}, which rank 0 has made: {NOT_SHARED}"
+                )
+        writer = _FolderWriter(staging_path(path))
+        with collective_errors(action, group):
             save(state, storage_writer=writer, planner=_Planner(), process_group=group)
-        with failing_alike(action, group):
+        with collective_errors(action, group):
             every: list[dict[str, Checksum]] | None = [{}] * dist.get_world_size() if is_first else None
             dist.gather_object(writer.checksums, every, group=group)
             if every is not None:
-                with writer.fs.create_stream(aside(path) / META, "wb") as file:
-                    file.write(rest)
+                with writer.fs.create_stream(staging_path(path) / META, "wb") as file:
+                    file.write(metadata)
                 files = {name: checksum for of_rank in (*every, writer.checksums) for name, checksum in of_rank.items()}
-                _check_all_seen(aside(path), files)
-                (aside(path) / MANIFEST).write_text(manifest_of(files))
+                _check_all_seen(staging_path(path), files)
+                (staging_path(path) / MANIFEST).write_text(manifest_of(files))
                 publish(path)
     except CheckpointError:
         if is_first:
-            give_up(path)
+            discard_staging(path)
         raise
 
 

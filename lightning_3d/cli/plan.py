@@ -28,7 +28,7 @@ from lightning_3d.pipeline.microbatches import num_samples
 from lightning_3d.planning.budget import trade_offs
 from lightning_3d.planning.layouts import Choice
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.ahead import Ahead, PlannedAhead, search_layout
+from lightning_3d.trainer.dry_run import DryRun, DryRunPlan, search_layout
 from lightning_3d.waits import Waits
 
 _HALVINGS = 4
@@ -86,7 +86,7 @@ def run(chosen: Namespace) -> None:
         tflops=chosen.tflops, inside=chosen.inside, between=chosen.between, ranks_per_node=chosen.ranks_per_node
     )
 
-    def planned_on(world_size: int) -> tuple[Choice | None, PlannedAhead]:
+    def planned_on(world_size: int) -> tuple[Choice | None, DryRunPlan]:
         config, choice = given.config, None
         if config.is_planned:
             config = replace(config, layout="planned")  # all of them are compared
@@ -97,7 +97,7 @@ def run(chosen: Namespace) -> None:
 
     is_drawn = chosen.report is not None or chosen.pictures is not None
     with waits("Planning"):
-        ahead = Ahead.without_trainer(
+        ahead = DryRun.without_trainer(
             given.module, batch, given.config, ThreeDPrecision(given.precision), chosen.states
         )
         choice, planned = planned_on(given.world_size)
@@ -112,7 +112,7 @@ def run(chosen: Namespace) -> None:
 
 
 def _scaling(
-    planned: PlannedAhead, planned_on: Callable[[int], tuple[Choice | None, PlannedAhead]], num_samples: int
+    planned: DryRunPlan, planned_on: Callable[[int], tuple[Choice | None, DryRunPlan]], num_samples: int
 ) -> dict[int, float]:
     """Number of ranks -> predicted samples per second; of halves of the ranks, as far as they can train the model."""
     plans, size = [planned], planned.plan.shape.world_size
@@ -127,7 +127,7 @@ def _scaling(
 
 
 def _draw(
-    page: Path | None, pictures: Path | None, planned: PlannedAhead, name: str, scaling: Mapping[int, float]
+    page: Path | None, pictures: Path | None, planned: DryRunPlan, name: str, scaling: Mapping[int, float]
 ) -> None:
     from lightning_3d.callbacks.drawing import Figure, budget_figure, save, scaling_figure  # there may be no matplotlib
     from lightning_3d.callbacks.page import plan_sections, write_page

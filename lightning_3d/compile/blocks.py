@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.activations.selective import is_costly
 from lightning_3d.compile.shards import ShardedGraph, Shards
 from lightning_3d.config.compile import CompileConfig
-from lightning_3d.model.block_runner import Around, Call, Compiled, running
+from lightning_3d.model.block_runner import AnyCallable, Compiled, ForwardWrapper, running
 from lightning_3d.model.norm_forward import is_watched
 from lightning_3d.model.pytrees import with_replaced_leaves
 from lightning_3d.tensor.sharded_forward import ShardedForward
@@ -59,7 +59,7 @@ class BlockCompiler:
     ) -> None:
         self._config, self._mesh, self._wait, self._whole = config, mesh, wait, whole
         self._is_telling, self._warned = is_telling, set[str]()
-        self._functions: dict[Hashable, Call] = {}
+        self._functions: dict[Hashable, AnyCallable] = {}
 
     def of(self, block: nn.Module) -> Compiled | None:
         """Runs the forward of a block compiled; None if there is nothing to gain, or if its author compiles it."""
@@ -80,7 +80,9 @@ class BlockCompiler:
         args, kwargs = with_replaced_leaves((args, kwargs), self._whole)
         return args, kwargs
 
-    def function(self, block: nn.Module, function: Call, shards: Shards | None, *, is_selective: bool) -> Call:
+    def function(
+        self, block: nn.Module, function: AnyCallable, shards: Shards | None, *, is_selective: bool
+    ) -> AnyCallable:
         """Runs a forward of blocks like this one compiled."""
         key = function, repr(block), is_selective, None if shards is None else shards.plan
         if key not in self._functions:
@@ -93,9 +95,11 @@ class BlockCompiler:
                 self._functions[key] = compiled(function, backend, dynamic=False)
         return self._functions[key]
 
-    def _compile(self, make: Call, name: str, is_kept: IsKept | None, graph: Call, inputs: Sequence[Any]) -> Call:
+    def _compile(
+        self, make: AnyCallable, name: str, is_kept: IsKept | None, graph: AnyCallable, inputs: Sequence[Any]
+    ) -> AnyCallable:
         with self._wait(f"Compiling {name}"):
-            made: Call = make(graph, inputs, self._config.backend, self._config.mode, is_kept)
+            made: AnyCallable = make(graph, inputs, self._config.backend, self._config.mode, is_kept)
         return made
 
     def warn(self, block: nn.Module, reason: str) -> None:
@@ -120,17 +124,25 @@ class _CompiledForward:
         self._block, self._compiler, self._shards = block, compiler, shards
         self._parameters = tuple(block.parameters())
         self._norms = [norm for norm in block.modules() if isinstance(norm, RunningNorm)]
-        self._functions: dict[tuple[Call, bool], Call] = {}  # of the author, and whether it is selective -> compiled
+        self._functions: dict[
+            tuple[AnyCallable, bool], AnyCallable
+        ] = {}  # of the author, and whether it is selective -> compiled
         self._is_compilable = True
         self._stance = "default"
 
-    def __call__(self, forward: Call, around: Around | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self,
+        forward: AnyCallable,
+        forward_wrapper: ForwardWrapper | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if not self._is_compilable or _is_observed() or any(norm.training and is_watched(norm) for norm in self._norms):
             raise NotCompilable
         args, kwargs = self._compiler.whole(args, kwargs)
         wait_for(self._parameters)  # compiled code reads them beneath torch's functions
-        run: Call = partial(self._run, forward)
-        run = run if around is None else partial(_through, around, run)
+        run: AnyCallable = partial(self._run, forward)
+        run = run if forward_wrapper is None else partial(_through, forward_wrapper, run)
         try:
             return run(*args, **kwargs) if self._shards is None else self._shards.run(run, args, kwargs)
         except NotFollowed as error:
@@ -141,7 +153,7 @@ class _CompiledForward:
             self._is_compilable = is_limit(error)
             raise NotCompilable from error
 
-    def _run(self, forward: Call, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, forward: AnyCallable, *args: Any, **kwargs: Any) -> Any:
         function, owner = (forward.__func__, (forward.__self__,)) if isinstance(forward, MethodType) else (forward, ())
         key = function, running(self._block).recomputed_eagerly is not None
         if key not in self._functions:  # to describe a block takes long
@@ -150,8 +162,8 @@ class _CompiledForward:
             return self._functions[key](*owner, *args, **kwargs)
 
 
-def _through(around: Around, run: Call, *args: Any, **kwargs: Any) -> Any:
-    return around(run, args, kwargs)
+def _through(forward_wrapper: ForwardWrapper, run: AnyCallable, *args: Any, **kwargs: Any) -> Any:
+    return forward_wrapper(run, args, kwargs)
 
 
 def _is_observed() -> bool:

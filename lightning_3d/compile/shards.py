@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
-from lightning_3d.model.block_runner import Call
+from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.sharded_forward import ShardedForward
@@ -54,7 +54,7 @@ class Shards:
         """Blocks of one class with equal plans compute the same."""
         return self.forward.plan
 
-    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of the block, by a call on stand-ins that runs a `ShardedGraph`.
 
         Raises:
@@ -63,7 +63,9 @@ class Shards:
         """
         return self.forward.on_shards(partial(self._on_stand_ins, call), args, kwargs)
 
-    def _on_stand_ins(self, call: Call, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_stand_ins(
+        self, call: AnyCallable, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         present = _Present(self, interpreter)
         with self.forward.parameters(present.stand_in), present.set():
             stand_ins = [present.stand_in(arg) for arg in args]
@@ -74,10 +76,10 @@ class Shards:
                     self.vote(False)
                 raise
         if any(stand_in is not arg for stand_in, arg in zip(stand_ins, args, strict=True)):
-            self._show_retained(present)
+            self._gather_retained(present)
         return tree_map(present.sharded, output)
 
-    def _show_retained(self, present: _Present) -> None:
+    def _gather_retained(self, present: _Present) -> None:
         """Replace stand-ins that the block has left in attributes."""
         for module in self.forward.modules:
             for name, value in vars(module).items():

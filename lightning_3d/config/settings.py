@@ -115,10 +115,6 @@ class ThreeDConfig:
         _check_compile(self)
         _check_power_sgd(self)
         _check_partition(self)
-        if self.context_parallel_size > 1:
-            raise ConfigError(
-                f"context_parallel_size={self.context_parallel_size}: context parallel is not built yet; use 1"
-            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> ThreeDConfig:

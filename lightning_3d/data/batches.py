@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_3d.data.peeking import Peeked, is_used_up, undisturbed
+from lightning_3d.data.replay_iterator import ReplayIterator, is_used_up, restored
 from lightning_3d.data.replica_environment import replica_environment
 from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.errors import BatchError
@@ -37,7 +37,7 @@ def example_batch(trainer: Trainer) -> Any:
     if trainer.state.fn == TrainerFn.FITTING and (ahead := fetched_ahead(trainer)):
         return ahead[0]
     if any(map(is_used_up, loaders.flat)):
-        change_loaders(trainer, lambda loader: Peeked(loader) if is_used_up(loader) else loader)
+        change_loaders(trainer, lambda loader: ReplayIterator(loader) if is_used_up(loader) else loader)
         loaders = active_loaders(trainer)
         assert loaders is not None
     try:
@@ -53,7 +53,7 @@ def example_batch(trainer: Trainer) -> Any:
 
 
 def _first_batch(loader: Any) -> Any:
-    with undisturbed(loader):
+    with restored(loader):
         return _fetched(loader)
 
 

@@ -93,7 +93,7 @@ def described_alike(described: Mapping[str, str], group: dist.ProcessGroup | Non
 
 
 @contextmanager
-def alike(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks what any of them raises inside.
 
     Every rank reaches the end, whatever others raise: collectives inside come before what one alone may raise.

@@ -1,14 +1,15 @@
 """Which rank is what: the shape of the mesh, the coordinate of each rank on it, and the process groups along it.
 
 `resolve_mesh_shape` and `MeshShape` are pure, so a mesh of any size can be planned in one process; `build_mesh` makes
-the process groups. Axes from outermost to innermost are pp, dp, cp, tp: consecutive ranks share blocks, so tensor
-parallel stays inside a node. Nothing here communicates beyond making groups.
+the process groups. The axes are the rows of `axes.py`. Nothing here communicates beyond making groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -19,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.axes import AXES, ROLES, AxisName, Role
 from lightning_3d.distributed.groups import MeshGroups
 from lightning_3d.errors import ConfigError
-
-AxisName = Literal["pp", "dp", "cp", "tp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,36 +45,49 @@ class MeshShape:
     tp: int
 
     @property
+    def sizes(self) -> dict[AxisName, int]:
+        """By axis, outermost first."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
+
+    @property
     def world_size(self) -> int:
         """The number of all ranks."""
-        return self.pp * self.dp * self.cp * self.tp
+        return prod(self.sizes.values())
 
     @property
     def is_model_parallel(self) -> bool:
         """Whether ranks hold parts of the model, whatever ZeRO does."""
-        return self.pp * self.tp > 1
+        return any(self.sizes[axis.name] > 1 for axis in AXES if axis.cuts_model)
+
+    @property
+    def text(self) -> str:
+        """Such as ``pipeline 2 x data 1 x tensor 4``: the axes that are built, and others that have several ranks."""
+        shown = [axis for axis in AXES if axis.is_built or self.sizes[axis.name] > 1]
+        return " x ".join(f"{axis.label} {self.sizes[axis.name]}" for axis in shown)
 
     def coordinate(self, rank: int) -> MeshCoordinate:
         """The coordinate of a global rank, ``0 <= rank < world_size``."""
         assert 0 <= rank < self.world_size, f"rank {rank} is outside a mesh of {self.world_size}"
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
-        return MeshCoordinate(pp=pp, dp=dp, cp=cp, tp=tp)
+        indices: dict[AxisName, int] = {}
+        for name, size in reversed(self.sizes.items()):
+            rank, indices[name] = divmod(rank, size)
+        return MeshCoordinate(**indices)
+
+    def ranks_along(self, names: Collection[str]) -> list[list[int]]:
+        """The sets of global ranks whose coordinates differ along these axes alone, ascending."""
+        sets: dict[tuple[int, ...], list[int]] = {}
+        others = [name for name in self.sizes if name not in names]
+        for rank in range(self.world_size):
+            coordinate = self.coordinate(rank)
+            sets.setdefault(tuple(getattr(coordinate, name) for name in others), []).append(rank)
+        return list(sets.values())
 
     def replica_ranks(self, dp: int) -> list[int]:
         """The global ranks that together hold the model replica with data-parallel index `dp`, ascending.
 
         They work on the same batch; the first one is on the first stage.
         """
-        inner = self.cp * self.tp
-        return [(pp * self.dp + dp) * inner + index for pp in range(self.pp) for index in range(inner)]
-
-    def data_parallel_ranks(self) -> list[list[int]]:
-        """The global ranks along each line of the dp axis, ascending."""
-        inner = self.cp * self.tp
-        starts = [pp * self.dp * inner + index for pp in range(self.pp) for index in range(inner)]
-        return [[start + dp * inner for dp in range(self.dp)] for start in starts]
+        return self.ranks_along(ROLES["replica"])[dp]
 
     def index_in_stage(self, rank: int) -> int:
         """Which of the lines of `pipelines` a global rank is on."""
@@ -82,8 +95,7 @@ class MeshShape:
 
     def pipelines(self) -> list[list[int]]:
         """The global ranks along each line of the pp axis, first stage first."""
-        ranks_per_stage = self.world_size // self.pp
-        return [[stage * ranks_per_stage + index for stage in range(self.pp)] for index in range(ranks_per_stage)]
+        return self.ranks_along(("pp",))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,11 +112,8 @@ class Mesh:
     """Axes ``pp, dp_replicate, dp_shard, cp, tp``. The dp axis is those two: replicas of the training state, and shards
     of it. ``dp_shard`` has size 1 at ZeRO stage 0, ``dp_replicate`` at the others unless sharding is hybrid."""
 
-    dp_group: dist.ProcessGroup
-    """All ranks along the dp axis."""
-
-    replica_group: dist.ProcessGroup
-    """All ranks of this rank's model replica: pp x cp x tp."""
+    roles: Mapping[Role, dist.ProcessGroup]
+    """The group of each role, through this rank."""
 
     groups: MeshGroups
     """All groups of the mesh."""
@@ -162,11 +171,13 @@ class Mesh:
         assert self.num_shards in (1, self.shape.dp), "hybrid sharding has two axes in place of dp"
         return self.sliced("dp_replicate" if self.num_shards == 1 else "dp_shard")
 
-    def group(self, name: AxisName | Literal["replica"]) -> dist.ProcessGroup:
-        """The process group along an axis, or of the model replica, through this rank."""
+    def group(self, name: AxisName | Role) -> dist.ProcessGroup:
+        """The process group along an axis, or of a role, through this rank."""
         if name == "dp":
-            return self.dp_group
-        return self.replica_group if name == "replica" else self.axis(name).get_group()
+            return self.roles["samples"]
+        if name == "state" or name == "samples" or name == "replica":
+            return self.roles[name]
+        return self.axis(name).get_group()
 
 
 def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
@@ -177,15 +188,17 @@ def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
             `zero.shard_size` does not divide the data-parallel ranks.
 
     """
-    pp, cp, tp = config.pipeline_parallel_size, config.context_parallel_size, config.tensor_parallel_size
-    replica_size = pp * cp * tp
-    sizes = f"pipeline {pp} x context {cp} x tensor {tp} = {replica_size}"
+    given: dict[AxisName, int] = {axis.name: getattr(config, axis.setting) for axis in AXES if axis.has_one_batch}
+    replica_size = prod(given.values())
+    labels = {axis.name: axis.label for axis in AXES}
+    sizes = " x ".join(f"{labels[name]} {size}" for name, size in given.items()) + f" = {replica_size}"
     if world_size % replica_size != 0:
         fitting = [multiple for multiple in (world_size // replica_size, world_size // replica_size + 1) if multiple]
         numbers = " or ".join(str(multiple * replica_size) for multiple in fitting)
+        *others, last = (axis.setting for axis in AXES if axis.has_one_batch)
         raise ConfigError(
-            f"world size {world_size} is not divisible by {sizes}: use {numbers} processes, or change "
-            "pipeline_parallel_size, context_parallel_size or tensor_parallel_size"
+            f"world size {world_size} is not divisible by {sizes}: use {numbers} processes, or change"
+            f" {', '.join(others)} or {last}"
         )
     dp = world_size // replica_size
     if config.data_parallel_size not in ("auto", dp):
@@ -201,7 +214,18 @@ def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
             f"zero.shard_size={shard_size} does not divide the {dp} data-parallel ranks:"
             f" use {f'{sizes}, or ' if sizes else ''}'auto'"
         )
-    return MeshShape(pp=pp, dp=dp, cp=cp, tp=tp)
+    return MeshShape(dp=dp, **given)
+
+
+def refuse_unbuilt(shape: MeshShape) -> None:
+    """Refuse to run along an axis that can be planned alone.
+
+    Raises:
+        ConfigError: Such an axis has several ranks.
+    """
+    for axis in AXES:
+        if not axis.is_built and (size := shape.sizes[axis.name]) > 1:
+            raise ConfigError(f"{axis.setting}={size}: {axis.label} parallel is not built yet, only planned; use 1")
 
 
 def warn_of_slow_groups(shape: MeshShape, ranks_per_node: int) -> None:
@@ -242,31 +266,41 @@ def build_mesh(
     assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
     groups = MeshGroups(timeout, device_type)
     dp_shard = num_sharing(shape, zero_stage=zero_stage, shard_size=shard_size)
-    sizes = (shape.pp, shape.dp // dp_shard, dp_shard, shape.cp, shape.tp)
-    ranks = torch.arange(shape.world_size).view(sizes)
+    sizes: dict[str, int] = {}
+    for name, size in shape.sizes.items():
+        sizes |= {"dp_replicate": size // dp_shard, "dp_shard": dp_shard} if name == "dp" else {name: size}
+    ranks = torch.arange(shape.world_size).view(*sizes.values())
     along = [ranks.movedim(axis, -1).flatten(0, -2).tolist() for axis in range(len(sizes))]
     made = [groups.make(sets) if len(sets[0]) > 1 else groups.make_once(sets) for sets in along]
-    of_axes = [_own(group) for group in made]
-    device_mesh = DeviceMesh.from_group(
-        of_axes, device_type, ranks, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    )
-    # Slicing an axis flattened from `device_mesh` is deprecated (torch 2.13), so the replica has a group of its own.
-    # With tensor parallel alone it is that of tp, whose collectives come one after the other, too.
-    is_tp_axis = shape.pp * shape.cp == 1
-    replicas = [shape.replica_ranks(dp) for dp in range(shape.dp)]
-    replica_group = of_axes[-1] if is_tp_axis else _own(groups.make(replicas))
-    if dp_shard in (1, shape.dp):
-        dp_group = device_mesh["dp_replicate" if dp_shard == 1 else "dp_shard"].get_group()
-    else:
-        dp_group = _own(groups.make(shape.data_parallel_ranks()))
+    of_axes = dict(zip(sizes, map(_own, made), strict=True))
+    device_mesh = DeviceMesh.from_group([*of_axes.values()], device_type, ranks, mesh_dim_names=tuple(sizes))
     return Mesh(
         shape=shape,
         coordinate=shape.coordinate(dist.get_rank()),
         device_mesh=device_mesh,
-        dp_group=dp_group,
-        replica_group=replica_group,
+        roles=_roles(shape, groups, of_axes, is_hybrid=1 < dp_shard < shape.dp),
         groups=groups,
     )
+
+
+def _roles(
+    shape: MeshShape, groups: MeshGroups, of_axes: Mapping[str, dist.ProcessGroup], *, is_hybrid: bool
+) -> dict[Role, dist.ProcessGroup]:
+    """The group of each role, as slicing an axis flattened from a `DeviceMesh` is deprecated (torch 2.13).
+
+    That of the axes dp or tp alone is theirs, whose collectives come one after the other, too.
+    """
+    known: dict[tuple[str, ...], dist.ProcessGroup] = {("tp",): of_axes["tp"]}
+    if not is_hybrid:
+        known["dp",] = max(of_axes["dp_replicate"], of_axes["dp_shard"], key=dist.ProcessGroup.size)
+    roles: dict[Role, dist.ProcessGroup] = {}
+    for role, names in ROLES.items():
+        long = tuple(name for name in names if shape.sizes[name] > 1)
+        if long not in known:
+            sets = shape.ranks_along(long)
+            known[long] = _own(groups.make(sets) if long else groups.make_once(sets))
+        roles[role] = known[long]
+    return roles
 
 
 def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -86,7 +86,7 @@ def is_of_all(group: object, replicas: dist.ProcessGroup) -> bool:
 @contextmanager
 def replica_world(mesh: Mesh) -> Iterator[None]:
     """Let user code find the replicas in place of all ranks."""
-    over = _Replicas(mesh.group("dp"))
+    over = _Replicas(mesh.group("samples"))
     with (
         calls_answered((dist.get_rank, dist.get_world_size), over.ask),
         calls_answered((_WORLD,), over.world),

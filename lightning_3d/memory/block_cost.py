@@ -256,11 +256,11 @@ class _LiveBytes(CollectiveMode):
             self.peak = max(self.peak, self._look())
         return results
 
-    def on_collective(self, make: Callable[[], Tensor], used_up: Tensor | None) -> Tensor:
+    def on_collective(self, make: Callable[[], Tensor], donated: Tensor | None) -> Tensor:
         """Note that the result is kept, and what it used up is not, nor computed again."""
-        storage = None if used_up is None else StorageWeakRef(used_up.untyped_storage())
+        storage = None if donated is None else StorageWeakRef(donated.untyped_storage())
         result = make()
-        if used_up is not None and storage in self.costly and self.sizes[storage] == used_up.nbytes:
+        if donated is not None and storage in self.costly and self.sizes[storage] == donated.nbytes:
             self.costly.remove(storage)
             self._used_up.add(storage)
         self.costly.add(StorageWeakRef(result.untyped_storage()))

@@ -11,7 +11,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldMemory:
+class StaticMemory:
     """Bytes that a rank holds whatever it computes."""
 
     weights: int
@@ -28,7 +28,7 @@ class HeldMemory:
     """Above all of these, in the optimizer's step."""
 
     @classmethod
-    def most(cls, ranks: Sequence[HeldMemory]) -> HeldMemory:
+    def most(cls, ranks: Sequence[StaticMemory]) -> StaticMemory:
         """The most of each kind that any of these ranks holds."""
         return cls(**{kind.name: max(getattr(rank, kind.name) for rank in ranks) for kind in fields(cls)})
 
@@ -42,7 +42,7 @@ class HeldMemory:
 class RankMemory:
     """The memory of the ranks at one place of the pp axis, in bytes."""
 
-    held: HeldMemory
+    held: StaticMemory
     peak: int
     """Predicted, in a training step."""
     budget: int | None

@@ -162,7 +162,7 @@ class AbsentTensor(Tensor):
             return func(*args, **kwargs)  # with values that came
         args, kwargs = tree_map_only(DTensor, _without_values, (args, kwargs))  # a part goes with no plain tensor
         try:
-            with DisableTorchFunctionSubclass(), StandInDraws(_lack(origin).model.device):
+            with DisableTorchFunctionSubclass(), AdvanceRngOnMeta(_lack(origin).model.device):
                 result = func(*args, **kwargs)
         except RuntimeError as error:
             if not isinstance(error, NotImplementedError) and "meta" not in str(error):
@@ -190,7 +190,7 @@ class AbsentParameter(AbsentTensor, nn.Parameter):
     """A parameter that this rank has no values of."""
 
 
-class StandInDraws(TorchDispatchMode):
+class AdvanceRngOnMeta(TorchDispatchMode):
     """Draws the random numbers of tensors on meta for others of their shapes, so that those that follow are the same
     as where the values are.
 

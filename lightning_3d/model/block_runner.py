@@ -45,21 +45,21 @@ _FORWARD = "forward"
 SUMMON = "inside of `with trainer.strategy.summon_full_params(module):`"
 """Where a module is whole in every layout."""
 
-Call = Callable[..., Any]
-Around = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+AnyCallable = Callable[..., Any]
+ForwardWrapper = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any]
 """Runs the author's forward with its arguments."""
-Compiled = Callable[[Call, Around | None, tuple[Any, ...], dict[str, Any]], Any]
+Compiled = Callable[[AnyCallable, ForwardWrapper | None, tuple[Any, ...], dict[str, Any]], Any]
 """Runs the author's forward compiled, through what the present call wants around it; raises `NotCompilable` before any
 of its code has run where it has to run eagerly."""
 
-Deferred = Callable[[Call, tuple[Any, ...], dict[str, Any]], Call | None]
+Deferred = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], AnyCallable | None]
 """A call of a block with its hooks, and its arguments -> what answers it now; None if it has to be made."""
 
 
 class Step(Protocol):
     """A step that is being traced or run."""
 
-    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a block that glue made; ``call`` runs the block itself."""
 
 
@@ -85,31 +85,31 @@ class BlockRunner:
         self.route: Route | None = None
         self.is_absent = False
         """Whether it lives on another pipeline stage."""
-        self.sharded: Call | None = None
+        self.sharded: AnyCallable | None = None
         """Its forward on shards, which ends in ``innermost``."""
         self.compiled: Compiled | None = None
         """Runs its forward compiled, on shards if it is on shards."""
-        self.recomputed: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.recomputed: Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Makes calls of it so that the backward computes again what they computed."""
-        self.recomputed_eagerly: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.recomputed_eagerly: Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """The same for calls that are not compiled; those that are keep no more than these by themselves."""
         self.offloaded: Callable[[], AbstractContextManager[None]] | None = None
         """Makes the context of a call that moves what its backward needs to the host."""
-        self.joined: Callable[[BlockRunner, Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.pipeline_exchange: Callable[[BlockRunner, AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
-        self.meet: Callable[[str], None] | None = None
+        self.sync_check: Callable[[str], None] | None = None
         """Called before its forward where that takes other ranks; raises if they run something else."""
-        self.lazy: Call | None = None
+        self.lazy: AnyCallable | None = None
         """Takes the place of the author's forward where that makes logits for a loss."""
         self.deferred: Deferred | None = None
         """Answers calls before their hooks gather weights."""
-        self.read: Call | None = None
+        self.read: AnyCallable | None = None
         """Makes the values of arguments that are lazy; for calls through code that no function mode sees."""
         self._is_late = False  # a call that was deferred is made
         self._is_recomputed = False  # a call that its author compiled runs, and is computed again as a whole
-        self.own_forward: Call = block.forward
+        self.own_forward: AnyCallable = block.forward
         self._hidden = {name: vars(block)[name] for name in (_FORWARD, CALL) if name in vars(block)}
-        self._around: Around | None = None
+        self._forward_wrapper: ForwardWrapper | None = None
         functools.update_wrapper(self, block.forward, updated=())
         vars(block).update({_FORWARD: self, CALL: self.call})
 
@@ -120,7 +120,12 @@ class BlockRunner:
 
     def release(self) -> None:
         """Take the patch off the block, unless its weights need it."""
-        if self.is_absent or self.sharded is not None or isinstance(self.block, FSDPModule) or self.joined is not None:
+        if (
+            self.is_absent
+            or self.sharded is not None
+            or isinstance(self.block, FSDPModule)
+            or self.pipeline_exchange is not None
+        ):
             return
         if not any(map(is_shard, self.block.parameters())):
             self._take_off()
@@ -137,7 +142,7 @@ class BlockRunner:
                 del attributes[name]
                 attributes.update({name: self._hidden[name]} if name in self._hidden else {})
 
-    def aside(self) -> ExitStack:
+    def unpatched(self) -> ExitStack:
         """Take the patch off, where all weights of the block are here in full, until the end of what this returns."""
         attributes = vars(self.block)
         before = {name: attributes[name] for name in (_FORWARD, CALL) if name in attributes}
@@ -148,17 +153,17 @@ class BlockRunner:
         return undone
 
     @contextmanager
-    def forward_through(self, around: Around) -> Iterator[None]:
-        """Let ``around`` run the next author's forward, inside of all hooks.
+    def forward_through(self, forward_wrapper: ForwardWrapper) -> Iterator[None]:
+        """Let ``forward_wrapper`` run the next author's forward, inside of all hooks.
 
         What it returns in place of the output is seen by FSDP2's hooks, so that gradients of all tensors in it find the
         parameters gathered; and its arguments are those that forward gets, of which these hooks copy lists and dicts.
         """
-        self._around = around
+        self._forward_wrapper = forward_wrapper
         try:
             yield
         finally:
-            self._around = None
+            self._forward_wrapper = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """In place of ``block(...)``."""
@@ -166,17 +171,23 @@ class BlockRunner:
             return step.on_block(self, self._call_hooked, args, kwargs)
         return self._joined(self._call_alone, args, kwargs)
 
-    def _joined(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_in_parts = self.joined is not None or self.sharded is not None or isinstance(self.block, FSDPModule)
+    def _joined(self, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_in_parts = (
+            self.pipeline_exchange is not None or self.sharded is not None or isinstance(self.block, FSDPModule)
+        )
         if is_in_parts and _is_exporting():
             raise StepError(
                 f"{self.fqn} was exported, but the ranks hold parts of the model: export the module on every rank"
                 f" {SUMMON}."
             )
-        return call(*args, **kwargs) if self.joined is None else self.joined(self, call, args, kwargs)
+        return (
+            call(*args, **kwargs)
+            if self.pipeline_exchange is None
+            else self.pipeline_exchange(self, call, args, kwargs)
+        )
 
     def _call_alone(self, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self.block, FSDPModule) or self.joined is not None:
+        if not isinstance(self.block, FSDPModule) or self.pipeline_exchange is not None:
             return self._call_hooked(*args, **kwargs)
         self._meet_others()  # before the hooks gather
         if not (containers := argument_containers(args, kwargs)):
@@ -203,8 +214,8 @@ class BlockRunner:
             self._meet_others()
 
     def _meet_others(self) -> None:
-        if self.meet is not None:
-            self.meet(f"a call of {self.fqn}")
+        if self.sync_check is not None:
+            self.sync_check(f"a call of {self.fqn}")
 
     def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.block, FSDPModule):
@@ -238,10 +249,10 @@ class BlockRunner:
                         " before its forward. Use a zero.stage below 3."
                     )
 
-    def _recomputing(self, compiled: Call) -> Call:
+    def _recomputing(self, compiled: AnyCallable) -> AnyCallable:
         """A call of the block as its author compiled it, in one with what recomputes it, which no compiler follows."""
         recomputed = self.recomputed
-        if recomputed is None or self.route is None or self._around is not None:
+        if recomputed is None or self.route is None or self._forward_wrapper is not None:
             return compiled
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -253,20 +264,20 @@ class BlockRunner:
 
         return lambda *args, **kwargs: recomputed(run, args, kwargs)
 
-    def _deferring(self, call: Call, deferred: Deferred) -> Call:
+    def _deferring(self, call: AnyCallable, deferred: Deferred) -> AnyCallable:
         def answer(*args: Any, **kwargs: Any) -> Any:
             if (answered := deferred(call, args, kwargs)) is None:
                 return call(*args, **kwargs)
-            around = self._take_around()
-            return answered(*args, **kwargs) if around is None else around(answered, args, kwargs)
+            forward_wrapper = self._take_forward_wrapper()
+            return answered(*args, **kwargs) if forward_wrapper is None else forward_wrapper(answered, args, kwargs)
 
         return answer
 
-    def call_late(self, call: Call, around: Around, *args: Any) -> Any:
-        """Make a call that was deferred, with its hooks; ``around`` runs its forward."""
+    def call_late(self, call: AnyCallable, forward_wrapper: ForwardWrapper, *args: Any) -> Any:
+        """Make a call that was deferred, with its hooks; ``forward_wrapper`` runs its forward."""
         self._is_late = True
         try:
-            with self.forward_through(around):
+            with self.forward_through(forward_wrapper):
                 return call(*args)
         finally:
             self._is_late = False
@@ -283,14 +294,14 @@ class BlockRunner:
         self._check_present()
         offloaded = nullcontext() if self.offloaded is None or self.route is None else self.offloaded()
         with named(self.fqn), offloaded:
-            return self._keep_little(*args, **kwargs)
+            return self._enable_recompute(*args, **kwargs)
 
-    def _keep_little(self, *args: Any, **kwargs: Any) -> Any:
+    def _enable_recompute(self, *args: Any, **kwargs: Any) -> Any:
         if self.recomputed is None or self.route is None or self._is_recomputed:
             return self._compute(*args, **kwargs)
         return self.recomputed(self._compute, args, kwargs)
 
-    def _eagerly(self, call: Call) -> Call:
+    def _eagerly(self, call: AnyCallable) -> AnyCallable:
         """A call that is not compiled."""
         recomputed = self.recomputed_eagerly
         if recomputed is None or self.route is None:
@@ -298,30 +309,30 @@ class BlockRunner:
         return lambda *args, **kwargs: recomputed(call, args, kwargs)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        around = self._take_around()
+        forward_wrapper = self._take_forward_wrapper()
         if self.compiled is not None:
             try:
-                return self.compiled(self._own, around, args, kwargs)
+                return self.compiled(self._own, forward_wrapper, args, kwargs)
             except NotCompilable:
                 pass  # out of this context, which an error would tell of
-        self._around = around
+        self._forward_wrapper = forward_wrapper
         if self.sharded is None:
             return self.innermost(*args, **kwargs)
         return self._eagerly(self.sharded)(*args, **kwargs)
 
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
         """The author's forward, through what the present call wants around it."""
-        around = self._take_around()
+        forward_wrapper = self._take_forward_wrapper()
         run = self._own if self.sharded is not None else self._eagerly(self._own)
-        return run(*args, **kwargs) if around is None else around(run, args, kwargs)
+        return run(*args, **kwargs) if forward_wrapper is None else forward_wrapper(run, args, kwargs)
 
     @property
-    def _own(self) -> Call:
+    def _own(self) -> AnyCallable:
         return self.own_forward if self.lazy is None else self.lazy
 
-    def _take_around(self) -> Around | None:
-        around, self._around = self._around, None
-        return around
+    def _take_forward_wrapper(self) -> ForwardWrapper | None:
+        forward_wrapper, self._forward_wrapper = self._forward_wrapper, None
+        return forward_wrapper
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
@@ -342,14 +353,14 @@ def running(block: nn.Module) -> BlockRunner:
     return runner_of(block) or BlockRunner(block)
 
 
-def own_forward(block: nn.Module) -> Call:
+def own_forward(block: nn.Module) -> AnyCallable:
     """The block's forward as its author wrote it, past all layers."""
     runner = runner_of(block)
     return block.forward if runner is None else runner.own_forward
 
 
 def _noting_containers(
-    changed: dict[int, Container], forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    changed: dict[int, Container], forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run ``forward`` and note what it changed in lists and dicts among its arguments, as FSDP2's hooks copied them."""
     containers = argument_containers(args, kwargs)

@@ -1,4 +1,4 @@
-"""A patch of a norm for a while, so that somebody sees its calls; beneath that of the block, if the norm is one."""
+"""Wraps the forward of a norm for a while; inside of the block's patch, if the norm is a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.model.block_runner import Around, runner_of
+from lightning_3d.model.block_runner import ForwardWrapper, runner_of
 from lightning_3d.torch_internals.modules import attributes_replaced
 
 
@@ -19,9 +19,9 @@ class NormForward:
         around: Runs the norm's own forward with its arguments.
     """
 
-    def __init__(self, norm: nn.Module, around: Around) -> None:
+    def __init__(self, norm: nn.Module, forward_wrapper: ForwardWrapper) -> None:
         self.norm = norm
-        self._around, self._own = around, norm.forward
+        self._around, self._own = forward_wrapper, norm.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In place of ``norm.forward(...)``."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import swap_tensors
 
 from lightning_3d.errors import PlanError
-from lightning_3d.model.absent import READERS, StandInDraws
+from lightning_3d.model.absent import READERS, AdvanceRngOnMeta
 from lightning_3d.torch_internals.dispatch import (
     GET_DEVICE,
     GET_IS_META,
@@ -62,7 +62,7 @@ class UnbuiltTensor(Tensor):
             for tensor in tree_leaves(_written(func, name, args, kwargs)):
                 _lose_values(tensor, _name_of(origin))
             args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-            with DisableTorchFunctionSubclass(), StandInDraws(_HOST):
+            with DisableTorchFunctionSubclass(), AdvanceRngOnMeta(_HOST):
                 result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if "meta" not in str(error) and "swap" not in str(error):  # of what is written there are views

@@ -18,7 +18,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.initial_weights import of_rank
 from lightning_3d.parts.module import holds_parts
 from lightning_3d.parts.part_tensor import own_part
-from lightning_3d.tensor.placement import mark, marked
+from lightning_3d.tensor.placement import interleaved_parameters, mark
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.attributes import successor
@@ -60,7 +60,7 @@ def lay_out_copies(copies: Sequence[nn.Module], model: nn.Module, device: torch.
             f"The callbacks hold different numbers of copies of {type(model).__name__} (by rank: {nums}), but each rank"
             " averages a part of it. Give every rank the same callbacks."
         )
-    likes, parts = {fqn: tensor for fqn, tensor, _ in named_state(model)}, marked(model)
+    likes, parts = {fqn: tensor for fqn, tensor, _ in named_state(model)}, interleaved_parameters(model)
     for copy in copies:
         laid_out: dict[Tensor, Tensor] = {}
         for fqn, tensor, owner in list(named_state(copy)):

@@ -13,7 +13,7 @@ from lightning_3d.checkpoint.box import fill, is_part
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.parts.module import as_built
 from lightning_3d.parts.stages import full_on_all, holders_of
-from lightning_3d.tensor.placement import Parts, marked
+from lightning_3d.tensor.placement import InterleavedShard, interleaved_parameters
 from lightning_3d.torch_internals.fsdp_units import forget_units
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.zero.attributes import successor
@@ -34,7 +34,7 @@ def full_params(
         module: One of its modules, or one that it is in.
         writeback: Whether each rank takes its part of the changed values afterwards; all must change them alike.
     """
-    parts, slots = marked(root), _slots(root, module)
+    parts, slots = interleaved_parameters(root), _slots(root, module)
     with ExitStack() as stack:
         for (tensor, (fqn, owners)), stages in zip(slots.items(), holders_of(slots, mesh), strict=True):
             full = tensor
@@ -53,7 +53,7 @@ def stay_full(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
     What every rank has in full stays as it is, where it is.
     """
     reshard_units(module)
-    parts, slots = marked(module), _slots(module, module)
+    parts, slots = interleaved_parameters(module), _slots(module, module)
     for (tensor, (fqn, owners)), stages in zip(slots.items(), holders_of(slots, mesh), strict=True):
         if isinstance(tensor, DTensor) or len(stages) < mesh.shape.pp:
             full = successor(tensor, full_on_all(tensor, parts.get(fqn), stages, mesh, device).cpu())
@@ -73,7 +73,12 @@ def _slots(root: nn.Module, module: nn.Module) -> Slots:
 
 
 def _put_back(
-    tensor: Tensor, full: Tensor, parts: Parts | None, owners: list[tuple[nn.Module, str]], *, writeback: bool
+    tensor: Tensor,
+    full: Tensor,
+    parts: InterleavedShard | None,
+    owners: list[tuple[nn.Module, str]],
+    *,
+    writeback: bool,
 ) -> None:
     found = [getattr(owner, name) for owner, name in owners]  # before any is put back: a module may have two names
     full = next((other for other in found if other is not full), full)  # another than was put there

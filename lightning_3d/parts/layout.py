@@ -49,7 +49,7 @@ class Layout:
         return type(None), ()
 
 
-def lay_out(layout: Layout) -> None:
+def shard_layout(layout: Layout) -> None:
     """Note that a model has a layout, in all of its modules."""
     for inner in layout.modules:
         vars(inner)[LAYOUT] = layout
@@ -119,12 +119,12 @@ def summoned(
             )
         root = copied
     if is_in_parts:
-        rendezvous.meet(range(layout.mesh.shape.world_size), "summon_full_params")
+        rendezvous.sync_check(range(layout.mesh.shape.world_size), "summon_full_params")
     with full_params(root, module, layout.mesh, layout.device, writeback=writeback):
         yield
 
 
-def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
+def unshard(module: nn.Module, copies: Sequence[nn.Module]) -> None:
     """Let a model be as it was built, and others that share modules with it, if they have layouts; every rank calls it.
 
     Args:

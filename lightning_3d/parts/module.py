@@ -62,7 +62,7 @@ def as_built(module: nn.Module) -> ExitStack:
     undone = ExitStack()
     for inner in list(module.modules()):
         if (runner := runner_of(inner)) is not None:
-            undone.enter_context(runner.aside())
+            undone.enter_context(runner.unpatched())
         if APPLY in vars(inner):
             undone.callback(vars(inner).update, {APPLY: vars(inner).pop(APPLY)})
     undone.enter_context(without_units(module))

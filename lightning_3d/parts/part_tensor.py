@@ -30,7 +30,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.absent import AbsentTensor
 from lightning_3d.parts.elementwise import is_elementwise
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import ORDER, Parts, marked, order_of
+from lightning_3d.tensor.placement import ORDER, InterleavedShard, interleaved_parameters, order_of
 from lightning_3d.torch_internals.dispatch import (
     GET_DATA,
     SET_DATA,
@@ -43,7 +43,7 @@ from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.zero.attributes import OWN_PREFIX, successor
-from lightning_3d.zero.outside_reads import for_steps, is_read, mark_whole, whole_of
+from lightning_3d.zero.outside_reads import is_read, mark_whole, unsharded, whole_of
 
 _ABOUT = {  # what a parameter says of itself without its values
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.stride, Tensor.__hash__, Tensor.__repr__),
@@ -69,7 +69,7 @@ class _Part:
 
     fqn: str
     """Names the parameter that it is, or comes from."""
-    parts: Parts | None
+    parts: InterleavedShard | None
     """How its features are grouped."""
     rendezvous: Rendezvous
 
@@ -78,18 +78,18 @@ class _Part:
         if not all(placement.is_replicate() for placement in tensor.placements):
             mesh = tensor.device_mesh
             in_steps = mesh.mesh_dim_names == ("tp",)  # whose ranks have the same samples
-            self.rendezvous.meet(mesh.mesh.flatten().tolist(), f"a use of {self.fqn}", in_steps=in_steps)
+            self.rendezvous.sync_check(mesh.mesh.flatten().tolist(), f"a use of {self.fqn}", in_steps=in_steps)
         is_followed = torch.is_grad_enabled() and tensor.requires_grad and tensor.device_mesh.ndim == 1
         full = tensor.full_tensor() if is_followed else full_value(tensor)
-        return (full if self.parts is None else self.parts.ungrouped(full)).to(tensor.device)
+        return (full if self.parts is None else self.parts.deinterleaved(full)).to(tensor.device)
 
-    def grouped(self, value: Tensor, shape: torch.Size) -> Tensor:
+    def interleaved(self, value: Tensor, shape: torch.Size) -> Tensor:
         """A full value that is computed with parts of this shape, in their order."""
         if self.parts is None:
             return value
         dim = self.parts.dim % len(shape) - len(shape)
         is_along = value.dim() >= -dim and value.shape[dim] == shape[dim]
-        return self.parts.at(value.dim() + dim).grouped(value) if is_along else value
+        return self.parts.at(value.dim() + dim).interleaved(value) if is_along else value
 
 
 class PartTensor(DTensor):
@@ -122,7 +122,7 @@ class PartTensor(DTensor):
                 local_args, local_kwargs = tree_map_only(DTensor, part_of, (args, kwargs))
                 return func(*local_args, **local_kwargs)
             with implicit_replication():  # of tensors that lie whole on each rank
-                leaves = [part.grouped(leaf, first.shape) if _is_plain(leaf) else leaf for leaf in leaves]
+                leaves = [part.interleaved(leaf, first.shape) if _is_plain(leaf) else leaf for leaf in leaves]
                 args, kwargs = tree_unflatten(leaves, spec)
                 return tree_map_only(DTensor, lambda result: _as_part(result, first), func(*args, **kwargs))
 
@@ -138,13 +138,13 @@ class PartTensor(DTensor):
 
 def watch_parts(module: nn.Module, rendezvous: Rendezvous) -> None:
     """Let user code read and change the module's parameters of which this rank has a part."""
-    parts = marked(module)
+    parts = interleaved_parameters(module)
     for fqn, tensor, _ in named_state(module):
         if isinstance(tensor, DTensor):
             _become_part(tensor, _Part(fqn=fqn, parts=parts.get(fqn), rendezvous=rendezvous))
 
 
-def own_part(full: Tensor, like: Tensor, parts: Parts | None) -> Tensor:
+def own_part(full: Tensor, like: Tensor, parts: InterleavedShard | None) -> Tensor:
     """This rank's part of a full tensor, placed as another; of its own dtype and on its own device."""
     if like.is_meta:
         return torch.empty_like(full, device="meta")
@@ -169,7 +169,7 @@ def _part_of(tensor: Tensor) -> _Part:
 
 def _for_steps(leaf: Any) -> Any:
     """The full value in place of a part of it, as steps compute with it; a part yet, if tensor parallel shards it."""
-    value = for_steps(leaf)
+    value = unsharded(leaf)
     return _become_part(value, _part_of(leaf)) if value is not leaf and isinstance(value, DTensor) else value
 
 

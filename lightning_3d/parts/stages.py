@@ -13,7 +13,7 @@ from lightning_3d.checkpoint.box import full_value
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import Parts, order_of
+from lightning_3d.tensor.placement import InterleavedShard, order_of
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 
 
@@ -47,7 +47,7 @@ class PipelineStages:
 
     def values(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
         """The full values on every rank of tensors that some stages lack, the others as they are; all ranks call it."""
-        self.rendezvous.meet(self.ranks, f"{what} of tensors of several pipeline stages")
+        self.rendezvous.sync_check(self.ranks, f"{what} of tensors of several pipeline stages")
         with torch.no_grad(), DisableTorchFunctionSubclass():
             return [
                 full_on_all(tensor, order_of(tensor), stages, self.mesh, self.device)
@@ -66,7 +66,9 @@ def holders_of(tensors: Iterable[Tensor], mesh: Mesh) -> list[list[int]]:
     return [[i for i, is_there in enumerate(are_there) if is_there] for are_there in zip(*everyone, strict=True)]
 
 
-def full_on_all(tensor: Tensor, parts: Parts | None, stages: Sequence[int], mesh: Mesh, device: torch.device) -> Tensor:
+def full_on_all(
+    tensor: Tensor, parts: InterleavedShard | None, stages: Sequence[int], mesh: Mesh, device: torch.device
+) -> Tensor:
     """A copy of the full value of a tensor on every rank; every rank calls it.
 
     Args:
@@ -77,7 +79,7 @@ def full_on_all(tensor: Tensor, parts: Parts | None, stages: Sequence[int], mesh
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     else:
         full = full_value(tensor.detach().to(device))
-        full = (full if parts is None else parts.ungrouped(full)).clone(memory_format=torch.contiguous_format)
+        full = (full if parts is None else parts.deinterleaved(full)).clone(memory_format=torch.contiguous_format)
     if mesh.shape.pp > len(stages) and full.numel():
         dist.broadcast(full.view(-1).view(torch.uint8), group=mesh.group("pp"), group_src=stages[0])  # of any dtype
     return full

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import StepError, ThreeDError
-from lightning_3d.pipeline.effects.join import Average
+from lightning_3d.pipeline.effects.merge import Reduction
 from lightning_3d.pipeline.glue_run import CoupledError
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
@@ -37,18 +37,18 @@ _SAYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class LossReduction:
     """How a step is made of its microbatches."""
 
     kind: LossKind
     weights: Sequence[float]
     """Factors of the microbatches' losses; only the last stage knows those that depend on data."""
-    averages: Mapping[str, Set[Average]] = field(default_factory=dict)
+    averages: Mapping[str, Set[Reduction]] = field(default_factory=dict)
     """As of a ``LossFound``."""
     joins_values: bool
     """Whether what the step gives is joined over microbatches; else the code after the blocks runs on the whole batch
     for it."""
-    views: Sequence[int] | None = None
+    repeats_per_sample: Sequence[int] | None = None
     """In what the code after the blocks gets, where it runs on the whole batch (``row_order.py``); only the last stage
     knows them."""
     problem: ThreeDError | None = None
@@ -94,7 +94,9 @@ class BatchLoss:
         """A line for each kind of step that gives anything but means over microbatches; for the plan."""
         return tuple(dict.fromkeys(text for (name, _), found in self._found.items() for text in _texts(name, found)))
 
-    def decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, trains: bool) -> Decision:
+    def decide(
+        self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, trains: bool
+    ) -> LossReduction:
         """Decide how a step is made; every rank calls it.
 
         Args:
@@ -107,19 +109,19 @@ class BatchLoss:
         """
         found = self._find(whole, parts) if trains else LossFound(kind=LossKind.MEAN)
         if len(parts) == 1:
-            return Decision(kind=LossKind.MEAN, weights=shares, joins_values=True)
+            return LossReduction(kind=LossKind.MEAN, weights=shares, joins_values=True)
         can_join = trains and found.kind != LossKind.WHOLE and all(found.averages.values())
-        decision = Decision(
+        decision = LossReduction(
             kind=found.kind,
             weights=[1.0] * len(parts) if found.kind == LossKind.SUM else shares,
             averages=found.averages,
-            joins_values=can_join and not self._study.trace(parts[0]).gives_more,
+            joins_values=can_join and not self._study.trace(parts[0]).has_side_effects,
         )
         if not self._is_last:
             return decision
         try:
             if not decision.joins_values:
-                decision = replace(decision, views=self._study.views(whole, parts))
+                decision = replace(decision, repeats_per_sample=self._study.repeats_per_sample(whole, parts))
             if found.kind == LossKind.WEIGHTED:
                 decision = replace(decision, weights=self._study.weights(whole, parts, min(found.denominators)))
         except ThreeDError as error:  # the other stages are told at the end of the step
@@ -186,7 +188,7 @@ class BatchLoss:
         size = parts[-1].size
         coupling = self._study.coupling(whole, size=size)
         is_set = self._setting in ("mean", "whole") or (self._setting == "sum" and coupling is not None)
-        if is_set or coupling is not None or self._study.trace(parts[0]).is_joint:
+        if is_set or coupling is not None or self._study.trace(parts[0]).calls_collectives:
             return LossFound(kind=LossKind[self._setting.upper()] if is_set else LossKind.WHOLE, coupling=coupling)
         new = self._study.find(whole, size=size)
         return replace(new, kind=LossKind.SUM) if new is not None and self._setting == "sum" else new

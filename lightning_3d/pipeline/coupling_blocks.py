@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.pytrees import as_called
 from lightning_3d.model.reals import as_reals
-from lightning_3d.pipeline.joints import grown_dim
 from lightning_3d.pipeline.loss_kind import is_close, tolerance
+from lightning_3d.pipeline.microbatch_concat import grown_dim
 from lightning_3d.torch_internals.modules import BatchNorm, named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.trace.fake_blocks import random_like, run_with_state

@@ -1,4 +1,4 @@
-"""Seeing by what data of the batch the loss of a step may be divided, in the code after the blocks.
+"""Finds what the loss is divided by, such as the count of valid labels, in the code after the blocks.
 
     sums of the weights of valid labels    in a mean of ``cross_entropy`` or ``nll_loss``
     scalars                                that something is divided by
@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.model.block_runner import Call
+from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.trace import TracedCall
 
-TAIL = 1
+LOSS_CODE = 1
 """The stage of the code after the blocks, where all blocks are on one before it."""
 
 _DIVIDING = frozenset({"div", "divide", "idiv", "itruediv", "true_divide", "truediv"})
@@ -39,8 +39,8 @@ class GhostTail(StageRun):
     has_replicas = False
 
     def __init__(self, router: Router, flow: StageFlow) -> None:
-        received = [Ghost(meta) for meta in flow.metas(flow.received(TAIL))]
-        super().__init__(router, flow, TAIL, received, lambda call: nullcontext())
+        received = [Ghost(meta) for meta in flow.metas(flow.received(LOSS_CODE))]
+        super().__init__(router, flow, LOSS_CODE, received, lambda call: nullcontext())
         self.denominators: list[Tensor] = []
         """0-d tensors of float64."""
 
@@ -49,17 +49,17 @@ class GhostTail(StageRun):
         return self._skip(call, leaves)
 
     @override
-    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self._position
         answer = super().on_function(func, args, kwargs)
-        if self._position > position and self._flow.call_stages[position] == TAIL:
+        if self._position > position and self._flow.call_stages[position] == LOSS_CODE:
             tensors = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf not in self._ids]
             with torch.no_grad():
                 self.denominators += _scalars(func, tensors) + _weights_of_labels(func, args, kwargs)
         return answer
 
 
-def _scalars(func: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _scalars(func: AnyCallable, tensors: Sequence[Tensor]) -> list[Tensor]:
     """By what scalars of the batch this function divides."""
     if getattr(func, "__name__", "").strip("_") not in _DIVIDING:
         return []
@@ -67,7 +67,7 @@ def _scalars(func: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [scalar.to(torch.float64, copy=True) for scalar in scalars if not scalar.is_complex()]
 
 
-def _weights_of_labels(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _weights_of_labels(func: AnyCallable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The sum of the weights of valid labels, of a mean over them."""
     if func not in (F.cross_entropy, F.nll_loss):
         return []

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_3d.distributed.agreement import alike, gather_numbers
+from lightning_3d.distributed.agreement import gather_numbers, raise_on_all_ranks
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.pipeline.attempt import Failure, agree
-from lightning_3d.pipeline.batch_loss import BatchLoss, Decision
-from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.pipeline.batch_loss import BatchLoss, LossReduction
+from lightning_3d.pipeline.effects.merge import Merger
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
 from lightning_3d.pipeline.loss_kind import LossKind
@@ -35,7 +35,7 @@ from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.traced_alike import check_alike
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.pipeline.undo import BlocksBefore
-from lightning_3d.pipeline.whole_tail import WholeTail
+from lightning_3d.pipeline.whole_loss_code import WholeLossCode
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.planning.timing import Span
@@ -101,13 +101,13 @@ class PipelineEngine:
         device: torch.device,
         around_backward: AroundBackward,
         wait: Wait,
-        unsplit: Collection[int] = (),
+        full_backward_stages: Collection[int] = (),
         before_forward: Callable[[int], None] = lambda stage: None,
         has_budget: bool = False,
         sit_out: Callable[[Sequence[str]], bool],
         shares_evaluations: bool,
     ) -> None:
-        self._unsplit = unsplit
+        self._unsplit = full_backward_stages
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
         self._around_backward, self._wait = around_backward, wait
         self._group, self._replica = mesh.group("pp"), mesh.group("replica")
@@ -117,9 +117,9 @@ class PipelineEngine:
         self.recorder: SpanRecorder | None = None
         """Measures the steps that run, the same on all ranks; waits for others are its phase "waiting"."""
         self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
-        self._joiner = Joiner()
+        self._merger = Merger()
         norms = Norms(module, router, [block.fqn for block in plan.blocks if len(plan.ranks_of(block)) > 1])
-        self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, joiner=self._joiner)
+        self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, merger=self._merger)
         tracing = StepTracing(module, router, self._effects, device)
         last = (plan.num_stages - 1,)
         heads = frozenset(
@@ -144,7 +144,7 @@ class PipelineEngine:
             rank_module=rank_module,
             router=router,
             effects=self._effects,
-            joiner=self._joiner,
+            merger=self._merger,
             randomness=randomness,
             before_forward=before_forward,
             sit_out=sit_out,
@@ -242,14 +242,16 @@ class PipelineEngine:
 
         The others may run theirs meanwhile, so it takes part in their collectives by a schedule that ran before.
         """
-        first = nullcontext() if name in self._last else alike(everyone)  # so there is one
+        first = nullcontext() if name in self._last else raise_on_all_ranks(everyone)  # so there is one
         try:
             with first:
                 return self._split(name, batch, rest, **settings)
         except Exception as error:
             flows, schedule = self._last.get(name, ((), None)) if self._has_replicas else ((), None)
-            decision = Decision(kind=LossKind.MEAN, weights=(), joins_values=True)
-            step = PipelineStep(stages=self._stages, parts=(), flows=flows, tail=None, decision=decision, **settings)
+            decision = LossReduction(kind=LossKind.MEAN, weights=(), joins_values=True)
+            step = PipelineStep(
+                stages=self._stages, parts=(), flows=flows, loss_code=None, decision=decision, **settings
+            )
             step.fail(Failure(error=error))
             return step, schedule
 
@@ -262,7 +264,7 @@ class PipelineEngine:
         shares = [part.weight for part in parts]
         whole, *calls = self._traces.calls(name, [batch, *(part.batch for part in parts)], rest)
         kinds = backward, *(call.kind for call in (whole, *calls))
-        with nullcontext() if kinds in self._begun else alike(self._replica):
+        with nullcontext() if kinds in self._begun else raise_on_all_ranks(self._replica):
             step = self._decided(whole, calls, shares, backward=backward, **settings)
             schedule = self._schedule(step)
         cached(self._begun, kinds, lambda: None)
@@ -276,21 +278,21 @@ class PipelineEngine:
         decision = self._batch_loss.decide(whole, calls, shares, trains=backward)
         with_tail = not decision.joins_values
         flows = [self._flow(call, with_tail=with_tail) for call in calls]
-        tail = None
+        loss_code = None
         if with_tail:
-            tail = WholeTail(
+            loss_code = WholeLossCode(
                 whole,
                 self._flow(whole, with_tail=True),
                 flows,
                 shares,
-                views=decision.views,
+                repeats_per_sample=decision.repeats_per_sample,
                 trains=decision.kind == LossKind.WHOLE or not backward,
             )
         return PipelineStep(
             stages=self._stages,
             parts=calls,
             flows=flows,
-            tail=tail,
+            loss_code=loss_code,
             decision=decision,
             backward=backward,
             **settings,
@@ -317,7 +319,7 @@ class PipelineEngine:
         """The trace of a step; every rank of the pipeline makes it, and raises what it is on one of them."""
 
         def traced() -> Trace:
-            with self._wait(f"Tracing {call.name}"), alike(self._group):
+            with self._wait(f"Tracing {call.name}"), raise_on_all_ranks(self._group):
                 trace = self._traces.trace(call)
                 trace.refuse_what_counts_once()
             check_alike(trace, call.name, self._group)
@@ -333,7 +335,7 @@ class PipelineEngine:
         return cached(self._flows, (with_tail, call.kind), cut_anew)
 
     def _schedule(self, step: PipelineStep) -> Schedule:
-        forwards_first = step.tail is not None and step.tail.trains
+        forwards_first = step.loss_code is not None and step.loss_code.trains
         make = partial(
             Schedule,
             self._plan.schedule,
@@ -345,8 +347,8 @@ class PipelineEngine:
             group=self._group,
             backward=step.backward,
             forwards_first=forwards_first,
-            unsplit=self._unsplit,
+            full_backward_stages=self._unsplit,
         )
         kinds = tuple(part.kind for part in step.parts)
-        key = (step.backward, step.tail is None, forwards_first, kinds)
+        key = (step.backward, step.loss_code is None, forwards_first, kinds)
         return cached(self._schedules, key, make, most=_MAX_SCHEDULES)

@@ -19,8 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.block_runner import Call
-from lightning_3d.pipeline.joints import Joint, grown_dim
+from lightning_3d.model.block_runner import AnyCallable
+from lightning_3d.pipeline.microbatch_concat import MicrobatchConcat, grown_dim
 from lightning_3d.pipeline.row_order import views_of
 from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.planning.stage_flow import StageFlow
@@ -134,18 +134,18 @@ class WholeGlueRun(GlueRun):
         super().__init__(router, flow, draw, flow.trace, 0)
         self._parts, self._shares, self._size = parts, shares, size
         self._of_answers: dict[int, int] = {}  # by id in the trace: views in what the blocks gave
-        self._num_views = 1  # in what the present block gets
-        self.views: list[int] = []
+        self._num_repeats = 1  # in what the present block gets
+        self.repeats_per_sample: list[int] = []
         """In what the code after the blocks gets, by tensor."""
 
     @override
     def run(self, step: Callable[[], Any]) -> Any:
         sent = super().run(step)
         for i, *tensors in zip(self._flow.sent(0), sent, *(part.sent for part in self._parts), strict=True):
-            views = self._of_answers.get(i) or self._views(tensors)
-            if views is None:
+            repeats_per_sample = self._of_answers.get(i) or self._repeats_per_sample(tensors)
+            if repeats_per_sample is None:
                 raise _coupled("what the code after them gets")
-            self.views.append(views)
+            self.repeats_per_sample.append(repeats_per_sample)
         return sent
 
     @override
@@ -155,12 +155,12 @@ class WholeGlueRun(GlueRun):
         self.given.append([])
         for i, *column in zip(ids, values, *of_parts, strict=True):
             if i not in self._of_answers:
-                found.append(self._views(column) or 0)
+                found.append(self._repeats_per_sample(column) or 0)
         if 0 in found:
             raise _coupled(f"what {call.name} (called at {call.where}) gets")
-        self._num_views = max(found, default=1)
+        self._num_repeats = max(found, default=1)
 
-    def _views(self, column: Sequence[Any]) -> int | None:
+    def _repeats_per_sample(self, column: Sequence[Any]) -> int | None:
         """The views in something that the whole batch and its parts have; None if samples are coupled in it."""
         whole, *parts = column
         if all(isinstance(value, Tensor) for value in column):  # a mask is none where nothing is masked
@@ -175,11 +175,11 @@ class WholeGlueRun(GlueRun):
         meta = self._flow.trace.tensors[result.tensor]
         parts = [part.answer(result.tensor) for part in self._parts]
         metas = [TensorMeta.of(part) for part in parts]
-        views, dim = 1, Joint(meta, metas, self._shares).dim
-        if dim is not None and meta.shape[dim] // self._size % self._num_views == 0:
-            views = self._num_views
-        self._of_answers[result.tensor] = views
-        return meta.laid_out(Joint(meta, metas, self._shares, views).join(parts))
+        repeats_per_sample, dim = 1, MicrobatchConcat(meta, metas, self._shares).dim
+        if dim is not None and meta.shape[dim] // self._size % self._num_repeats == 0:
+            repeats_per_sample = self._num_repeats
+        self._of_answers[result.tensor] = repeats_per_sample
+        return meta.laid_out(MicrobatchConcat(meta, metas, self._shares, repeats_per_sample).join(parts))
 
 
 def undropped(call: TracedCall, trace: Trace, values: Sequence[Any]) -> Tensor | None:
@@ -191,7 +191,7 @@ def undropped(call: TracedCall, trace: Trace, values: Sequence[Any]) -> Tensor |
     return None
 
 
-def _data_kept(draw: Draw, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _data_kept(draw: Draw, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make a call on the batch alone. What it draws for data (dropout, ``torch.bernoulli(x)``) the data stand for, as
     random numbers would hide them.
     """

@@ -23,7 +23,7 @@ _PIECE = 2**18  # elements that are compared at a time, so that copies in float6
 
 
 class LossKind(IntEnum):
-    """See above; each is right where an earlier one is."""
+    """In order: a later kind is valid wherever an earlier one is, and costs more."""
 
     MEAN = 0
     SUM = 1

@@ -23,15 +23,15 @@ from lightning_3d.distributed.rng import host_position, seed_host
 from lightning_3d.errors import StepError
 from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.coupling_blocks import coupling_blocks
-from lightning_3d.pipeline.denominators import TAIL, read
-from lightning_3d.pipeline.effects.join import WAYS, Average, Joiner, averaged
+from lightning_3d.pipeline.denominators import LOSS_CODE, read
+from lightning_3d.pipeline.effects.merge import REDUCTIONS, Merger, Reduction, averaged
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import HostNumbersAlike, StepEffects
 from lightning_3d.pipeline.glue_run import CoupledError
-from lightning_3d.pipeline.joints import Draws, Joint, received_joints
+from lightning_3d.pipeline.loss_code_runs import LossCodeRun, LossCodeRuns
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
+from lightning_3d.pipeline.microbatch_concat import Draws, MicrobatchConcat, received_concats
 from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
-from lightning_3d.pipeline.tail_runs import TailRun, TailRuns
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
@@ -56,7 +56,7 @@ class LossFound:
     """How what a step gives comes from what its microbatches give."""
 
     kind: LossKind
-    averages: Mapping[str, Set[Average]] = field(default_factory=dict)
+    averages: Mapping[str, Set[Reduction]] = field(default_factory=dict)
     """Name of a floating-point value -> the ways in which it may be joined; none if it can't be."""
     denominators: frozenset[int] = frozenset()
     """Which of the numbers that the step divides by show the weights of a weighted loss."""
@@ -77,9 +77,9 @@ class _Compared:
     kind: LossKind
     denominators: frozenset[int]
     """Which of the numbers that the step divides by have the weights for the parts' shares."""
-    is_bent: bool
+    clamps_loss: bool
     """As of a ``WatchedTail``."""
-    goes_by_data: bool
+    branches_on_data: bool
     is_finite: bool
     """Whether the loss is; and gradients of outputs of both signs, which roots and logarithms have none of."""
     rtol: float
@@ -113,9 +113,9 @@ class LossStudy:
         self._traces, self._device, self._blocks = traces, device, router.blocks
         self._trials = _Trials()
         self._host = HostNumbersAlike()
-        self._effects = StepEffects(module, router, self._host, Norms(module, router), joiner=self._trials)
-        self._runs = TailRuns(module, rank_module, router, self._effects, traces)
-        self._views: OrderedDict[Hashable, Sequence[int]] = OrderedDict()
+        self._effects = StepEffects(module, router, self._host, Norms(module, router), merger=self._trials)
+        self._runs = LossCodeRuns(module, rank_module, router, self._effects, traces)
+        self._repeats_per_sample: OrderedDict[Hashable, Sequence[int]] = OrderedDict()
         self._trusted: set[Hashable] = set()  # steps whose weights were seen to be shares in their denominator
 
     def trace(self, call: StepCall) -> Trace:
@@ -167,7 +167,7 @@ class LossStudy:
         part, _, whole = _halves(call, samples_of(call.batch, 0, 2 * size))
         try:
             of_whole, of_part = self.trace(whole), self.trace(part)
-            with self._effects.undone(), attributes_kept(self._blocks, of_whole.sides):
+            with self._effects.undone(), attributes_kept(self._blocks, of_whole.block_side_effects):
                 return tuple(coupling_blocks(self._blocks, of_whole, of_part))
         except Exception:
             return ()  # the step does not run, which others tell
@@ -180,7 +180,7 @@ class LossStudy:
         *parts, whole = _halves(call, batch)
         self._host.seed = host_seed
         try:
-            self._runs.views(whole, parts, _shares_of_samples(parts))
+            self._runs.repeats_per_sample(whole, parts, _shares_of_samples(parts))
         finally:
             self._host.seed = 0
 
@@ -209,7 +209,7 @@ class LossStudy:
         self._trusted.add((whole.name, whole.state))
         return shares
 
-    def views(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
+    def repeats_per_sample(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
         """The numbers of views in what the code after the blocks gets, by tensor.
 
         Raises:
@@ -218,9 +218,9 @@ class LossStudy:
 
         def find() -> Sequence[int]:
             with self._isolated((*parts, whole)):
-                return self._runs.views(whole, parts, _shares_of_samples(parts))
+                return self._runs.repeats_per_sample(whole, parts, _shares_of_samples(parts))
 
-        return cached(self._views, _kinds(whole, parts), find)
+        return cached(self._repeats_per_sample, _kinds(whole, parts), find)
 
     @contextmanager
     def _isolated(self, calls: Sequence[StepCall]) -> Iterator[None]:
@@ -257,22 +257,24 @@ class LossStudy:
     def _compare(self, whole: StepCall, parts: Sequence[StepCall], *, seed: int) -> _Compared:
         shares = _shares_of_samples(parts)
         *flows, flow = [self._runs.flow(call) for call in (*parts, whole)]
-        find_views = partial(self._runs.views, whole, parts, shares)
-        views = cached(self._views, _kinds(whole, parts), find_views)
-        joints = received_joints(TAIL, flow, flows, shares, views)
-        given = [_random_outputs(of_part.metas(of_part.received(TAIL)), seed, i) for i, of_part in enumerate(flows)]
-        joined = []
-        for joint, of_parts in zip(joints, zip(*given, strict=True), strict=True):
-            tensor = joint.join([tensor.detach() for tensor in of_parts])
-            joined.append(tensor.requires_grad_(of_parts[0].requires_grad))
+        find_repeats = partial(self._runs.repeats_per_sample, whole, parts, shares)
+        repeats_per_sample = cached(self._repeats_per_sample, _kinds(whole, parts), find_repeats)
+        concats = received_concats(LOSS_CODE, flow, flows, shares, repeats_per_sample)
+        given = [
+            _random_outputs(of_part.metas(of_part.received(LOSS_CODE)), seed, i) for i, of_part in enumerate(flows)
+        ]
+        merged = []
+        for concat, of_parts in zip(concats, zip(*given, strict=True), strict=True):
+            tensor = concat.join([tensor.detach() for tensor in of_parts])
+            merged.append(tensor.requires_grad_(of_parts[0].requires_grad))
         divided = read([self._runs.denominators(call) for call in (*parts, whole)])
         draws, runs = Draws(shares, takes_places=True), []
         for i, part in enumerate(parts):
             runs.append(self._runs.run(part, given.pop(0), index=i, draw=partial(draws.note, i)))
-        run = self._runs.run(whole, joined, index=len(parts), draw=draws.repeat)
+        run = self._runs.run(whole, merged, index=len(parts), draw=draws.repeat)
         is_autocast = torch.is_autocast_enabled(self._device.type)
-        rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in joined))
-        weights = _weights(run, runs, joints, rtol)
+        rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in merged))
+        weights = _weights(run, runs, concats, rtol)
         is_smooth = all(gradient is None or bool(gradient.isfinite().all()) for gradient in run.of_received)
         is_finite = bool(run.loss.isfinite()) and (is_smooth or seed != _SIGNED)
         if is_finite:
@@ -283,8 +285,8 @@ class LossStudy:
             weights=weights,
             kind=kind_of(weights, shares, rtol),
             denominators=_denominators(weights, divided[:-1], divided[-1], rtol),
-            is_bent=run.is_bent,
-            goes_by_data=run.goes_by_data,
+            clamps_loss=run.clamps_loss,
+            branches_on_data=run.branches_on_data,
             is_finite=is_finite,
             rtol=rtol,
         )
@@ -324,20 +326,22 @@ def _kind(compared: Mapping[int, _Compared], denominators: Set[int]) -> LossKind
     found, rtol = compared.values(), compared[min(compared)].rtol
     own = [c.weights for draw, c in compared.items() if draw <= _SIGNED and c.weights]
     depends_on_blocks = any(not _are_close(weights, own[0], rtol) for weights in own)
-    if depends_on_blocks or any(c.is_bent or c.weights is None for c in found):
+    if depends_on_blocks or any(c.clamps_loss or c.weights is None for c in found):
         return LossKind.WHOLE
     # Any weight is right for a part without a valid label.
     shown = [c for c in found if c.weights and all(c.weights)] or found
     kinds = {c.kind for c in shown}
-    may_vary = denominators or any(c.goes_by_data for c in found)
+    may_vary = denominators or any(c.branches_on_data for c in found)
     if len(kinds) > 1 or LossKind.WEIGHTED in kinds or (LossKind.MEAN in kinds and may_vary):
         return LossKind.WEIGHTED if denominators else LossKind.WHOLE
     return kinds.pop()
 
 
-def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], rtol: float) -> list[float] | None:
+def _weights(
+    whole: LossCodeRun, parts: Sequence[LossCodeRun], concats: Sequence[MicrobatchConcat], rtol: float
+) -> list[float] | None:
     """The weights of the parts' losses in that of the whole; None if there are none."""
-    columns = [joint.split(gradient) for joint, gradient in zip(joints, whole.of_received, strict=True)]
+    columns = [concat.split(gradient) for concat, gradient in zip(concats, whole.of_received, strict=True)]
     weights = []
     for i, part in enumerate(parts):
         weight = factor_of([column[i] for column in columns], part.of_received, rtol)
@@ -350,8 +354,8 @@ def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], 
         return None
     for position, expected in enumerate(whole.of_parameters):
         own = [(weight, part.of_parameters[position]) for weight, part in pairs]
-        joined = sum(weight * gradient for weight, gradient in own if gradient is not None)
-        if expected is not None and not is_close(torch.as_tensor(joined), expected, rtol):
+        merged = sum(weight * gradient for weight, gradient in own if gradient is not None)
+        if expected is not None and not is_close(torch.as_tensor(merged), expected, rtol):
             return None
     return weights
 
@@ -383,23 +387,23 @@ def _mixed(batch: Any, first: int, seed: int) -> Any:
     return map_tensors(batch, mixed)
 
 
-class _Trials(Joiner):
+class _Trials(Merger):
     """Joins the values of parts of a batch in every way, and compares with that of the whole, which comes last."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rtol = tolerance(is_half=False)
-        self.fits: dict[str, Set[Average]] = {}
+        self.fits: dict[str, Set[Reduction]] = {}
         """By name: the ways in which all values so far could be joined."""
 
     @override
     def number(
-        self, values: Sequence[Tensor | float], sizes: Sequence[int], name: str, how: Average = "samples"
+        self, values: Sequence[Tensor | float], sizes: Sequence[int], name: str, how: Reduction = "samples"
     ) -> Tensor:
         *parts, whole = [torch.as_tensor(value) for value in values]
-        hows = [how for how in WAYS if how != "loss" or self.loss_weights]
-        joined = {how: averaged(parts, sizes[:-1], self.loss_weights, how) for how in hows}
-        fitting = {how for how, value in joined.items() if self._is_close(value, whole)}
+        hows = [how for how in REDUCTIONS if how != "loss" or self.loss_weights]
+        merged = {how: averaged(parts, sizes[:-1], self.loss_weights, how) for how in hows}
+        fitting = {how for how, value in merged.items() if self._is_close(value, whole)}
         self.fits[name] = self.fits.get(name, fitting) & fitting
         return whole
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.model.reals import as_reals
-from lightning_3d.pipeline.joints import Joint
 from lightning_3d.pipeline.loss_kind import tolerance
+from lightning_3d.pipeline.microbatch_concat import MicrobatchConcat
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.zero.master_weights import is_half
 
@@ -34,13 +34,15 @@ def views_of(whole: Tensor, parts: Sequence[Tensor], shares: Sequence[float], si
     """
     meta, metas = TensorMeta.of(whole), [TensorMeta.of(part) for part in parts]
     with suppress(ValueError):
-        dim = Joint(meta, metas, shares).dim
+        dim = MicrobatchConcat(meta, metas, shares).dim
         if dim is None:
             return 1 if all(_are_alike(part, whole) for part in parts) else None
         per_sample = max(meta.shape[dim] // size, 1)
-        for views in range(1, per_sample + 1):
-            if per_sample % views == 0 and _are_alike(Joint(meta, metas, shares, views).join(parts), whole):
-                return views
+        for repeats_per_sample in range(1, per_sample + 1):
+            if per_sample % repeats_per_sample == 0 and _are_alike(
+                MicrobatchConcat(meta, metas, shares, repeats_per_sample).join(parts), whole
+            ):
+                return repeats_per_sample
     return None
 
 

@@ -75,12 +75,12 @@ class Schedule:
         group: dist.ProcessGroup,
         backward: bool,
         forwards_first: bool,
-        unsplit: Collection[int] = (),
+        full_backward_stages: Collection[int] = (),
     ) -> None:
         num_microbatches, num_ranks, num_stages = len(flows), max(stage_ranks) + 1, len(stage_ranks)
         modules = [_StageModule(module, stage, splits_backward=name in _SPLITTING) for stage in stages]
         torch_stages = [
-            _Stage(stage_module, flows, stage, num_stages, device, group, is_unsplit=stage in unsplit)
+            _Stage(stage_module, flows, stage, num_stages, device, group, is_unsplit=stage in full_backward_stages)
             for stage_module, stage in zip(modules, stages, strict=True)
         ]
         loss_fn = (lambda output, target: output) if backward else None

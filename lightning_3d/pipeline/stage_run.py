@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
-from lightning_3d.model.block_runner import SUMMON, BlockRunner, Call
+from lightning_3d.model.block_runner import SUMMON, AnyCallable, BlockRunner
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
@@ -43,11 +43,11 @@ class StageExit(BaseException):
     """
 
 
-Draw = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+Draw = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call of glue on the batch alone, which may draw random numbers."""
 
 
-def plain_call(func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def plain_call(func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make it as it is."""
     return func(*args, **kwargs)
 
@@ -122,7 +122,7 @@ class StageRun(StepMode):
         is_changing = storage_id(tensor.untyped_storage()) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 
-    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, with_leaves = flatten_call(args, kwargs)
         name = getattr(func, "__name__", str(func))
         self._check_ghosts(leaves, name)
@@ -137,14 +137,14 @@ class StageRun(StepMode):
 
         return self._on_call(name, False, leaves, run)
 
-    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def on_plain(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map(partial(made, reader=name), (args, kwargs))
             return call(*args, **kwargs)
 
         return super().on_hidden_function(name, on_plain, args, kwargs)
 
-    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fqn, block = runner.fqn, runner.block
         leaves, with_leaves = flatten_call(args, kwargs)
         self._check_ghosts(leaves, fqn)
@@ -159,7 +159,7 @@ class StageRun(StepMode):
         def run(values: list[Any]) -> Any:
             with hooks_noted(block, kept) as noted:
 
-                def forward_and_pack(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                def forward_and_pack(forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     output = forward(*args, **kwargs)
                     if tuple(note.call for note in noted) != side.hooks:
                         raise self._changed(f"{fqn} made other calls of forward hooks")

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.pipeline.attempt import Failure
-from lightning_3d.pipeline.batch_loss import Decision
-from lightning_3d.pipeline.effects.effect import Place
-from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.pipeline.batch_loss import LossReduction
+from lightning_3d.pipeline.effects.effect import StepContext
+from lightning_3d.pipeline.effects.merge import Merger
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.pipeline.traces import StepCall
-from lightning_3d.pipeline.whole_tail import WholeTail, loss_to_come
+from lightning_3d.pipeline.whole_loss_code import WholeLossCode, loss_to_come
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.pytree import tree_map_only
@@ -53,7 +53,7 @@ class Stages:
     """The root of this rank's shards, around ``module``."""
     router: Router
     effects: StepEffects
-    joiner: Joiner
+    merger: Merger
     randomness: StepRandomness
     before_forward: Callable[[int], None]
     """Told which stage runs a microbatch now."""
@@ -71,9 +71,9 @@ class PipelineStep:
     """Its calls on the microbatches."""
     flows: Sequence[StageFlow]
     """Their cut traces."""
-    tail: WholeTail | None
+    loss_code: WholeLossCode | None
     """The code that no block depends on, where it runs on the whole batch."""
-    decision: Decision
+    decision: LossReduction
     number: int
     """Counts the steps, for their random numbers."""
     backward: bool
@@ -120,20 +120,25 @@ class PipelineStep:
         return tuple(torch.zeros_like(meta, device=device, requires_grad=meta.requires_grad) for meta in metas)
 
     def _forward(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-        part, flow, tail, weight = self.parts[index], self.flows[index], self.tail, self.decision.weights[index]
+        part, flow, loss_code, weight = (
+            self.parts[index],
+            self.flows[index],
+            self.loss_code,
+            self.decision.weights[index],
+        )
         if stage < self.stages.last:
             return self._run(stage, index, part, flow, received)
-        if tail is None:
+        if loss_code is None:
             return self._loss(stage, index, part, flow, received, weight)
         sent = self._run(stage, index, part, flow, received)
-        is_last = tail.take(index, sent)
-        if not tail.trains:
-            return self._loss(tail.stage, index, part, flow, sent, weight)
+        is_last = loss_code.take(index, sent)
+        if not loss_code.trains:
+            return self._loss(loss_code.stage, index, part, flow, sent, weight)
         if is_last:
-            self._run_tail(tail)
+            self._run_loss_code(loss_code)
         if not self.backward:
             return ()
-        return loss_to_come(sent, lambda: [None] * len(sent) if self.failures else tail.gradients(index))
+        return loss_to_come(sent, lambda: [None] * len(sent) if self.failures else loss_code.gradients(index))
 
     def finish(self) -> list[StageReport]:
         """After all microbatches: the reports of this rank's stages, and of the tail; none where the step failed."""
@@ -149,16 +154,16 @@ class PipelineStep:
         """Run the tail on the whole batch for what it gives besides gradients."""
         if self.decision.problem is not None:
             raise self.decision.problem
-        if self.tail is not None and not self.tail.trains and self.stages.last in self.stages.own:
+        if self.loss_code is not None and not self.loss_code.trains and self.stages.last in self.stages.own:
             with torch.no_grad(), no_dispatch_modes():  # they have seen this code run by microbatch
-                self._run_tail(self.tail)
+                self._run_loss_code(self.loss_code)
 
-    def _run_tail(self, tail: WholeTail) -> None:
-        loss = self._loss(tail.stage, 0, tail.call, tail.flow, tail.received(), weight=1.0)
-        if self.backward and tail.trains:
+    def _run_loss_code(self, loss_code: WholeLossCode) -> None:
+        loss = self._loss(loss_code.stage, 0, loss_code.call, loss_code.flow, loss_code.received(), weight=1.0)
+        if self.backward and loss_code.trains:
             with torch.autocast(loss.device.type, enabled=False):  # as a backward after the step is
                 loss.backward()
-            tail.end_backward()
+            loss_code.end_backward()
 
     def _loss(
         self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor], weight: float
@@ -171,45 +176,49 @@ class PipelineStep:
         return loss if self.loss_scale == 1.0 else loss.float() * self.loss_scale
 
     def _run(self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor]) -> Any:
-        views = [tensor.view_as(tensor) for tensor in received]  # of leaves autocast would keep copies, as of weights
-        return self.stages.rank_module(partial(self._run_inside, stage, index, part, flow), *views)
+        repeats_per_sample = [
+            tensor.view_as(tensor) for tensor in received
+        ]  # of leaves autocast would keep copies, as of weights
+        return self.stages.rank_module(partial(self._run_inside, stage, index, part, flow), *repeats_per_sample)
 
     def _run_inside(self, stage: int, index: int, part: StepCall, flow: StageFlow, *received: Tensor) -> Any:
-        counts = self.tail is None or part is self.tail.call
+        counts = self.loss_code is None or part is self.loss_code.call
         is_end = stage == flow.num_stages - 1
-        place = Place(stage=stage, microbatch=index, is_last=is_end and counts, also_whole=self.tail is not None)
+        context = StepContext(
+            stage=stage, microbatch=index, is_last=is_end and counts, runs_on_full_batch=self.loss_code is not None
+        )
         effects = self.stages.effects
 
         def call() -> Any:
-            return part.run(self.stages.module), effects.collect(place)
+            return part.run(self.stages.module), effects.collect(context)
 
         randomness = partial(self.stages.randomness.block, self.number, index)
         self.stages.before_forward(stage)
         router = self.stages.router
         run = StageRun(router, flow, stage, received, randomness, self._draw(stage, index))
         # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.
-        kept = attributes_kept(router.blocks, flow.trace.sides if stage > self.stages.last else ())
-        with effects.microbatch(place), kept:
+        kept = attributes_kept(router.blocks, flow.trace.block_side_effects if stage > self.stages.last else ())
+        with effects.microbatch(context), kept:
             answer = run.run(call)
-            output, found = answer if is_end else (answer, effects.collect(place))
-            effects.keep(place, found)
-        if place.is_last:
+            output, found = answer if is_end else (answer, effects.collect(context))
+            effects.keep(context, found)
+        if context.is_last:
             self.outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
         return output
 
     def _draw(self, stage: int, index: int) -> Draw:
-        if self.tail is None or stage < self.stages.last:
+        if self.loss_code is None or stage < self.stages.last:
             return plain_call
-        return partial(self.tail.draws.note, index) if stage == self.stages.last else self.tail.draws.repeat
+        return partial(self.loss_code.draws.note, index) if stage == self.stages.last else self.loss_code.draws.repeat
 
     def _reports(self) -> list[StageReport]:
-        joiner, own = self.stages.joiner, self.stages.own
-        joiner.averages, joiner.loss_weights = self.decision.averages, self.decision.weights
+        merger, own = self.stages.merger, self.stages.own
+        merger.averages, merger.loss_weights = self.decision.averages, self.decision.weights
         sizes = [part.size for part in self.parts]
-        end = self.stages.last if self.tail is None else self.tail.stage
+        end = self.stages.last if self.loss_code is None else self.loss_code.stage
         stages = own if self.stages.effects.are_on_all_stages else [stage for stage in own if stage == end]
         reports = [self._report(stage, sizes, is_end=stage == end) for stage in stages]
-        if self.tail is not None and self.stages.last in own:
+        if self.loss_code is not None and self.stages.last in own:
             reports.append(self._report(end, [sum(sizes)], is_end=True))
         return reports
 
@@ -217,7 +226,7 @@ class PipelineStep:
         output = None
         if is_end:
             outputs = [self.outputs[i] for i in range(len(sizes))]
-            output = self.stages.joiner.join(outputs, sizes, f"what {self.parts[0].name} returned")
+            output = self.stages.merger.join(outputs, sizes, f"what {self.parts[0].name} returned")
         effects = self.stages.effects.join(stage, sizes, is_last=is_end)
         return StageReport(stage=stage, output=output, effects=effects)
 

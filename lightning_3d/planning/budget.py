@@ -23,8 +23,8 @@ from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.device_memory import available_memory, total_memory
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import MemoryPlanError, PlanError
-from lightning_3d.memory.rank_memory import HeldMemory, RankMemory, size_text
-from lightning_3d.planning.held import HeldAhead, bytes_of
+from lightning_3d.memory.rank_memory import RankMemory, StaticMemory, size_text
+from lightning_3d.planning.held import PlannedStaticMemory, bytes_of
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.step_memory import StepMemory
@@ -93,7 +93,7 @@ class Budget:
         self,
         plan: Plan,
         module: nn.Module,
-        held: HeldAhead,
+        held: PlannedStaticMemory,
         config: ThreeDConfig,
         mesh: Mesh,
         device: torch.device,
@@ -116,7 +116,7 @@ class Budget:
         plan: Plan,
         blocks: Mapping[str, nn.Module],
         config: ThreeDConfig,
-        held: Sequence[HeldMemory],
+        held: Sequence[StaticMemory],
         budgets: Sequence[int],
     ) -> Plan:
         """The same by what the ranks of the pp axis hold anyway and may take, in bytes; without communication."""
@@ -140,7 +140,7 @@ def choose_recomputation(
     step: StepMemory,
     candidates: Collection[str],
     ways: Sequence[Mode],
-    held: Sequence[HeldMemory],
+    held: Sequence[StaticMemory],
     budgets: Sequence[int],
 ) -> dict[str, Mode]:
     """Block FQN -> how it is recomputed, of those that are.
@@ -172,7 +172,7 @@ def choose_recomputation(
     return chosen
 
 
-def trade_offs(step: StepMemory, held: Sequence[HeldMemory]) -> list[tuple[int, float]]:
+def trade_offs(step: StepMemory, held: Sequence[StaticMemory]) -> list[tuple[int, float]]:
     """The largest peak of a rank, in bytes, and the share of operations that are computed again for it, by budgets from
     the peak without recomputation to the least that any gives.
 
@@ -205,7 +205,7 @@ def _too_much(
     step: StepMemory,
     rank: int,
     peak: int,
-    held: HeldMemory,
+    held: StaticMemory,
     budget: int,
     modes: Mapping[str, Mode],
     *,

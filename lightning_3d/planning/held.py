@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import workspaces
 from lightning_3d.distributed.mesh import num_sharing
-from lightning_3d.memory.rank_memory import HeldMemory
+from lightning_3d.memory.rank_memory import StaticMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -44,7 +44,7 @@ class StateShapes:
                 self.parameters[fqn] = metas[tensor]
 
 
-class HeldAhead:
+class PlannedStaticMemory:
     """The memory that the ranks of a plan hold.
 
     Args:
@@ -72,11 +72,11 @@ class HeldAhead:
         """How many parameters each rank of the pp axis trains."""
         return [len(list(self._trained(rank))) for rank in range(self._plan.shape.pp)]
 
-    def of_ranks(self, microbatch: Any, device: torch.device) -> list[HeldMemory]:
+    def of_ranks(self, microbatch: Any, device: torch.device) -> list[StaticMemory]:
         """The memory of each rank of the pp axis, on a device of this kind."""
         return [self._of_rank(pp_rank, microbatch, device) for pp_rank in range(self._plan.shape.pp)]
 
-    def _of_rank(self, pp_rank: int, microbatch: Any, device: torch.device) -> HeldMemory:
+    def _of_rank(self, pp_rank: int, microbatch: Any, device: torch.device) -> StaticMemory:
         plan, zero, sharing = self._plan, self._config.zero, self.num_sharing
         trained = list(self._trained(pp_rank))
         whole = sum(num * p.itemsize for p, num in trained)
@@ -87,7 +87,7 @@ class HeldAhead:
         weights = sum(num * p.itemsize for p, num in self._present(pp_rank))
         buffers = sum(num_bytes for fqn, num_bytes in self._shapes.buffers.items() if plan.holds(pp_rank, fqn))
         shards = [num * max(p.itemsize, _WIDE) // sharing for p, num in trained]
-        return HeldMemory(
+        return StaticMemory(
             weights=0 if zero.offload_params != "none" else weights // (sharing if zero.stage == 3 else 1) + buffers,
             gradients=gradients // sharing,
             optimizer_states=0 if zero.offload_optimizer != "none" else states // sharing,

@@ -88,7 +88,7 @@ def once_inline_text(why: str) -> str:
     )
 
 
-def loss_text(setting: str, *, gives_more: bool) -> str:
+def loss_text(setting: str, *, has_side_effects: bool) -> str:
     """A line for people on ``pipeline.loss``: how the loss of a batch comes from those of its microbatches."""
-    more = f"; {_MORE}" if gives_more and setting != "whole" else ""
+    more = f"; {_MORE}" if has_side_effects and setting != "whole" else ""
     return f"loss: {_LOSSES[setting]} (pipeline.loss={setting}){more}"

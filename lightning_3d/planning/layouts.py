@@ -96,9 +96,10 @@ def _candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for pp in divisors if config.pipeline_parallel_size == 1 else [config.pipeline_parallel_size]:
         for tp in divisors if config.tensor_parallel_size == 1 else [config.tensor_parallel_size]:
-            dp = world_size // (pp * tp)
+            replica_size = pp * config.context_parallel_size * tp
+            dp = world_size // replica_size
             within = config.tensor_parallel_size > 1 or ranks_per_node % tp == 0
-            if pp * dp * tp != world_size or config.data_parallel_size not in ("auto", dp) or not within:
+            if dp * replica_size != world_size or config.data_parallel_size not in ("auto", dp) or not within:
                 continue
             stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 0, 3)
             for stage in stages if config.zero.stage == ZeroConfig().stage and dp > 1 else [config.zero.stage]:

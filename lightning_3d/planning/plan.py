@@ -83,7 +83,7 @@ class Plan:
     """Why steps run in inline mode, if they do."""
     evaluations: tuple[str, ...] = ()
     """A line for each evaluation that has come to run inline; there once steps have shown it."""
-    gives_more: bool = False
+    has_side_effects: bool = False
     """Whether the step gives more than numbers, so that the code after its blocks also runs on the whole batch."""
     batch_norms: tuple[str, ...] = ()
     """FQNs of modules that normalise by statistics of what they are given."""
@@ -172,7 +172,7 @@ class Plan:
         if self.inline is not None:
             tables.append(inline_text(self.inline))
         elif self.shape.pp > 1:
-            tables.append(loss_text(self.loss, gives_more=self.gives_more))
+            tables.append(loss_text(self.loss, has_side_effects=self.has_side_effects))
             tables.extend(self.losses)
         tables.extend(self.evaluations)
         for mode in ("selective", "full"):
@@ -195,7 +195,7 @@ class Plan:
         schedule = f", {self.schedule} with {self.num_microbatches} microbatches" if shape.pp > 1 else ""
         schedule = schedule if self.inline is None else ", inline"
         table = Table(
-            title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}",
+            title=f"{shape.text}, ZeRO {self.zero_stage}{schedule}",
             caption=None
             if self.num_stages == 1
             else f"the slowest stage has {self.imbalance:.2f} x the mean load in {self.load_unit}",
@@ -215,7 +215,7 @@ class Plan:
 
     def ranks_text(self, stage: int) -> str:
         """The global ranks that run a stage, such as ``rank 0`` or ``ranks 0-3``."""
-        per_stage = self.shape.dp * self.shape.cp * self.shape.tp
+        per_stage = self.shape.world_size // self.shape.pp
         first = self.stage_ranks[stage] * per_stage
         return f"rank {first}" if per_stage == 1 else f"ranks {first}-{first + per_stage - 1}"
 
@@ -291,7 +291,7 @@ def make_plan(
         ties=ties,
         used_by_glue=_used_by_glue(trace),
         inline=inline,
-        gives_more=trace is not None and trace.gives_more,
+        has_side_effects=trace is not None and trace.has_side_effects,
         batch_norms=tuple(fqn for fqn, inner in module.named_modules() if _normalises_alone(inner)),
     )
 

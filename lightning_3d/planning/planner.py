@@ -46,7 +46,7 @@ class ExampleStep:
     """Its further arguments."""
     has_data: bool = False
     """Whether code outside of blocks has the data of all tensors when it runs."""
-    rehearsed: Callable[[], AbstractContextManager[None]] = nullcontext
+    with_simulated_fit_start: Callable[[], AbstractContextManager[None]] = nullcontext
     """Inside, the module is as the first step finds it, as far as that can be had before."""
 
 
@@ -131,7 +131,7 @@ class Observer:
 
     def _traced(self, blocks: Mapping[str, nn.Module], *, rehearses: bool, with_data: bool = False) -> Trace:
         step = self._step
-        before = step.rehearsed() if rehearses else nullcontext()
+        before = step.with_simulated_fit_start() if rehearses else nullcontext()
         refused = nullcontext() if step.has_data else world_collectives_refused()
         try:
             with torch.compiler.set_stance("force_eager"), step.modes(), routed(blocks) as router, before, refused:

@@ -79,7 +79,7 @@ def cut(
             )
         call_stages.append(stage)
         _check_inputs(call, stale, elsewhere)
-        if any(made[i] != stage for i in call.entangled):
+        if any(made[i] != stage for i in call.mutually_aliased):
             raise _entangled(call)
         for i in call.inputs:
             used[i] = max(used.get(i, 0), stage)

@@ -15,7 +15,7 @@ from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.machine import Work
 from lightning_3d.memory.block_cost import BlockCost, block_costs
-from lightning_3d.memory.rank_memory import HeldMemory
+from lightning_3d.memory.rank_memory import StaticMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Computation, schedule_order
 from lightning_3d.planning.stage_flow import cut
@@ -110,7 +110,7 @@ class StepMemory:
             if config.activations.fused_loss == "auto" and type(block) is nn.Linear:
                 self._heads[position] = block.out_features // (1 if tensor is None else tensor.size)
 
-    def peak(self, rank: int, modes: Mapping[str, Mode], held: HeldMemory) -> int:
+    def peak(self, rank: int, modes: Mapping[str, Mode], held: StaticMemory) -> int:
         """Bytes at most.
 
         Args:
@@ -130,7 +130,11 @@ class StepMemory:
         return held.always + buffers + max(activations, held.gradients + held.step)
 
     def _peak_of(
-        self, order: Iterable[Computation], stages: Mapping[int, StageMemory], gradients: int, unsplit: Collection[int]
+        self,
+        order: Iterable[Computation],
+        stages: Mapping[int, StageMemory],
+        gradients: int,
+        full_backward_stages: Collection[int],
     ) -> int:
         """Activations, and gradients as they come.
 
@@ -148,10 +152,10 @@ class StepMemory:
                 peak = max(peak, now + alive + own.forward)
                 alive += own.kept
                 continue
-            if kind == "weight" and stage in unsplit:
+            if kind == "weight" and stage in full_backward_stages:
                 continue
             now, are_freed = 0 if are_freed else now, False
-            is_split = kind == "input" and stage not in unsplit
+            is_split = kind == "input" and stage not in full_backward_stages
             is_first = stage not in with_gradients and not is_split
             peak = max(peak, now + alive + (own.first_backward if is_first else own.backward) - own.kept)
             if is_split:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_3d.memory.rank_memory import HeldMemory, size_text
+from lightning_3d.memory.rank_memory import StaticMemory, size_text
 from lightning_3d.planning.inline_mode import inline_text, loss_text
 from lightning_3d.planning.plan import Plan, folded
 
@@ -15,7 +15,7 @@ _MOST_STAGES = 4  # that get a line each
 _MOST_BLOCKS = 3  # of a stage that are named
 
 
-def layout_text(plan: Plan, most: HeldMemory, num_sharing: int) -> str:
+def layout_text(plan: Plan, most: StaticMemory, num_sharing: int) -> str:
     """At most nine lines.
 
     Args:
@@ -23,14 +23,13 @@ def layout_text(plan: Plan, most: HeldMemory, num_sharing: int) -> str:
         num_sharing: Data-parallel ranks that share the training state.
     """
     shape = plan.shape
-    sizes = f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}"
-    lines = [f"Layout: {shape.world_size} ranks = {sizes}", *_stages(plan)]
+    lines = [f"Layout: {shape.world_size} ranks = {shape.text}", *_stages(plan)]
     if num_sharing > 1 and plan.zero_stage:
         lines.append(f"ZeRO stage {plan.zero_stage}: {_SHARDED[plan.zero_stage]} sharded over {num_sharing} ranks")
     if shape.tp > 1:
         lines.append(_tensor(plan))
     if shape.pp > 1 and plan.inline is None:
-        lines.append(loss_text(plan.loss, gives_more=plan.gives_more))
+        lines.append(loss_text(plan.loss, has_side_effects=plan.has_side_effects))
     if norms := batch_norms_text(plan):
         lines.append(norms)
     lines.append(

@@ -41,12 +41,12 @@ def plan_blocks(
     excluded = excluded_parameters(plan, module)
     by_hand = roles_by_hand(config.plan, module, blocks)
     vocabulary = _find_vocabulary(plan, module, blocks, trace, by_hand)
-    unread = unread_outputs(trace)
+    unused_outputs = unread_outputs(trace)
     found: dict[Hashable, BlockTensorPlan] = {}
     sharded = []
     for number, block_plan in enumerate(plan.blocks, 1):
         fqn, block = block_plan.fqn, blocks[block_plan.fqn]
-        use, roles, leaves = vocabulary[fqn], by_hand.get(fqn, {}), unread.get(fqn, frozenset())
+        use, roles, leaves = vocabulary[fqn], by_hand.get(fqn, {}), unused_outputs.get(fqn, frozenset())
         if fqn not in trace.block_inputs:
             rest = replicated_plan(block, size=plan.shape.tp, reason=f"{fqn} was not called in the traced step")
             sharded.append(replace(block_plan, tensor=with_vocabulary(rest, use)))
@@ -64,7 +64,7 @@ def plan_blocks(
                 size=plan.shape.tp,
                 excluded=[*excluded, *(block.get_parameter(fqn) for fqn in use.fqns)],
                 by_hand={fqn: role for fqn, role in roles.items() if role != "vocabulary"},
-                unread=leaves,
+                unused_outputs=leaves,
             )
             with wait(f"Planning {fqn}, block {number} of {len(plan.blocks)}"):
                 best = _best(find, args, sequence_parallel=config.sequence_parallel and not use.fqns)

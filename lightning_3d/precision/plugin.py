@@ -122,7 +122,9 @@ class ThreeDPrecision(Precision):
         """A copy takes part in no run."""
         return {**vars(self), "_norm": None, "_zero": None, "_scaling": None, "_names": {}}
 
-    def divide(self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: PrecisionConfig) -> None:
+    def assign_shards(
+        self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: PrecisionConfig
+    ) -> None:
         """Begin to train with these optimizers.
 
         Raises:

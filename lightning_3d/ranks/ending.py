@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from lightning_3d.ranks.failure import ENDED_SILENTLY, Failure, error_text, is_lost_connection, source_line
-from lightning_3d.ranks.watchdog import PERIOD, Post, Watchdog
+from lightning_3d.ranks.watchdog import PERIOD, RankStatus, Watchdog
 
 Answer = TypeVar("Answer")
 
@@ -32,7 +32,11 @@ class Ending:
 
 
 def settle(
-    post: Post, watchdog: Watchdog, error: BaseException, *, explained: Callable[[], Failure | None] = lambda: None
+    status: RankStatus,
+    watchdog: Watchdog,
+    error: BaseException,
+    *,
+    explained: Callable[[], Failure | None] = lambda: None,
 ) -> Ending:
     """Tell the other ranks of an exception, and stay until they know.
 
@@ -46,47 +50,52 @@ def settle(
     if watchdog.failure is not None and is_lost_connection(error):  # the board may have ended with the rank that failed
         return Ending(first=watchdog.failure, is_alike=False)
     try:
-        is_alike = not is_lost_connection(error) and _is_alike(post, error)
-        first = _first(post, watchdog, error, explained)
-        post.board.put(f"seen/{post.rank}", "")
+        is_alike = not is_lost_connection(error) and _is_alike(status, error)
+        first = _first(status, watchdog, error, explained)
+        status.store.put(f"seen/{status.rank}", "")
         if not is_alike:
-            _wait(lambda: post.board.get_all(f"seen/{rank}" for rank in post.others if rank != first.rank), _UNTIL_SEEN)
+            _wait(
+                lambda: status.store.get_all(f"seen/{rank}" for rank in status.others if rank != first.rank),
+                _UNTIL_SEEN,
+            )
         return Ending(first=first, is_alike=is_alike)
     except dist.DistError:
-        mine = None if is_lost_connection(error) else post.failed(error_text(error))
-        return Ending(first=watchdog.failure or mine or post.board_failed(), is_alike=False)
+        mine = None if is_lost_connection(error) else status.failed(error_text(error))
+        return Ending(first=watchdog.failure or mine or status.board_failed(), is_alike=False)
 
 
-def _first(post: Post, watchdog: Watchdog, error: BaseException, explained: Callable[[], Failure | None]) -> Failure:
-    mine = post.failed(error_text(error))
+def _first(
+    status: RankStatus, watchdog: Watchdog, error: BaseException, explained: Callable[[], Failure | None]
+) -> Failure:
+    mine = status.failed(error_text(error))
     if is_lost_connection(error):
-        before = post.beats_of(post.others)
-        told = _wait(lambda: watchdog.failure or _read(post), _UNTIL_TOLD)
-        mine = told or explained() or _silent(post, before) or mine
-    return Failure.from_text(post.board.put_first("failure", mine.to_text()))
+        before = status.beats_of(status.others)
+        told = _wait(lambda: watchdog.failure or _read(status), _UNTIL_TOLD)
+        mine = told or explained() or _silent(status, before) or mine
+    return Failure.from_text(status.store.put_first("failure", mine.to_text()))
 
 
-def _read(post: Post) -> Failure | None:
-    text = post.board.get("failure")
+def _read(status: RankStatus) -> Failure | None:
+    text = status.store.get("failure")
     return None if text is None else Failure.from_text(text)
 
 
-def _silent(post: Post, before: dict[int, str]) -> Failure | None:
+def _silent(status: RankStatus, before: dict[int, str]) -> Failure | None:
     """A rank that has not beaten since."""
-    now = post.beats_of(post.others)
+    now = status.beats_of(status.others)
     for rank, beat in before.items():
         if now.get(rank) == beat:
-            return post.silent(rank, f"its process {ENDED_SILENTLY}")
+            return status.silent(rank, f"its process {ENDED_SILENTLY}")
     return None
 
 
-def _is_alike(post: Post, error: BaseException) -> bool:
+def _is_alike(status: RankStatus, error: BaseException) -> bool:
     """Whether all ranks raise this, as the first that knows decides for all."""
-    board = post.board
-    board.put(f"raised/{post.rank}", f"{post.step()} {type(error).__name__} {source_line(error)}")
-    all_raised = _wait(lambda: board.get_all(f"raised/{rank}" for rank in range(len(post.names))), _UNTIL_ALIKE)
+    store = status.store
+    store.put(f"raised/{status.rank}", f"{status.step()} {type(error).__name__} {source_line(error)}")
+    all_raised = _wait(lambda: store.get_all(f"raised/{rank}" for rank in range(len(status.names))), _UNTIL_ALIKE)
     is_alike = all_raised is not None and len(set(all_raised)) == 1
-    return board.put_first("alike", "yes" if is_alike else "no") == "yes"
+    return store.put_first("alike", "yes" if is_alike else "no") == "yes"
 
 
 def _wait(look: Callable[[], Answer | None], seconds: float) -> Answer | None:

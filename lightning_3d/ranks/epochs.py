@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 
 from lightning_3d.ranks.failure import Failure
-from lightning_3d.ranks.watchdog import Post
+from lightning_3d.ranks.watchdog import RankStatus
 
 
 class Epochs:
@@ -23,8 +23,8 @@ class Epochs:
             epoch may take a while to begin it, and lengths may differ where only the number of steps is set.
     """
 
-    def __init__(self, post: Post, *, timeout: float) -> None:
-        self._post, self._timeout = post, timeout
+    def __init__(self, status: RankStatus, *, timeout: float) -> None:
+        self._status, self._timeout = status, timeout
         self._batch = (-1, 0)  # epoch, and which of its batches this rank is in, counted from 1
         self._since = time.monotonic()
         self._length: tuple[int, int] | None = None  # of the last epoch whose end this rank knows: epoch, batches
@@ -40,24 +40,24 @@ class Epochs:
         """From time to time, in another thread: tell others, and whether one has fewer where this rank waits."""
         self.tell()
         if time.monotonic() > self._since + self._timeout and (failure := self.shorter()) is not None:
-            self._post.board.put_first("failure", failure.to_text())
+            self._status.store.put_first("failure", failure.to_text())
 
     def tell(self) -> None:
         """Leave the length of this rank's epoch on the board."""
         if (length := self._length) is not None and length != self._told:
-            self._post.board.put(f"epoch/{self._post.rank}", f"{length[0]} {length[1]}")
+            self._status.store.put(f"epoch/{self._status.rank}", f"{length[0]} {length[1]}")
             self._told = length
 
     def shorter(self) -> Failure | None:
         """A rank that has fewer batches in this epoch than this one has begun."""
         epoch, number = self._batch
-        for rank in self._post.others:
-            of_epoch, length = map(int, (self._post.board.get(f"epoch/{rank}") or "-2 0").split())
+        for rank in self._status.others:
+            of_epoch, length = map(int, (self._status.store.get(f"epoch/{rank}") or "-2 0").split())
             if of_epoch == epoch and length < number:
                 error = (
-                    f"it has {length} batches in epoch {epoch}, but rank {self._post.rank} is in batch {number}: the"
+                    f"it has {length} batches in epoch {epoch}, but rank {self._status.rank} is in batch {number}: the"
                     " dataset gives ranks different numbers of batches. Give all the same number, as by dropping what"
                     f" is left over, or set Trainer(limit_train_batches={length})"
                 )
-                return self._post.silent(rank, error)
+                return self._status.silent(rank, error)
         return None

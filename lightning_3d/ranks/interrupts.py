@@ -22,7 +22,7 @@ from types import FrameType
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.ranks.stops import Stops
-from lightning_3d.ranks.watchdog import Post
+from lightning_3d.ranks.watchdog import RankStatus
 
 _APART = 1.0  # seconds between one Ctrl+C, which forks of this process may write once more, and another
 _UNTIL_RAISED = 5.0  # seconds in which a main thread that can raises
@@ -37,8 +37,8 @@ class Interrupts:
         is_fit: Elsewhere the first one ends the run at once.
     """
 
-    def __init__(self, post: Post, stops: Stops, *, is_ending: Callable[[], bool], is_fit: bool) -> None:
-        self._post, self._stops, self._is_ending = post, stops, is_ending
+    def __init__(self, status: RankStatus, stops: Stops, *, is_ending: Callable[[], bool], is_fit: bool) -> None:
+        self._status, self._stops, self._is_ending = status, stops, is_ending
         self._is_fit, self._num_left = is_fit, 2 if is_fit else 1  # until the run ends at once
         self._reader: socket.socket | None = None
         self._came_at = -_APART
@@ -71,8 +71,8 @@ class Interrupts:
             if self._is_fit:
                 self._stops.ask(signal.SIGINT)
         if self._num_left <= 0 and now > self._came_at + _UNTIL_RAISED and not self._is_ending():
-            failure = self._post.failed("KeyboardInterrupt: The run was interrupted.")
-            self._post.board.put_first("failure", replace(failure, is_standstill=True).to_text())
+            failure = self._status.failed("KeyboardInterrupt: The run was interrupted.")
+            self._status.store.put_first("failure", replace(failure, is_standstill=True).to_text())
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -26,8 +26,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_3d.errors import StepError
-from lightning_3d.ranks.board import Board
 from lightning_3d.ranks.standstill import user_line, user_lines
+from lightning_3d.ranks.status_store import StatusStore
 from lightning_3d.torch_internals.autograd import is_in_backward
 
 _SHORTEST, _LONGEST = 0.0005, 0.05  # seconds between two looks
@@ -41,8 +41,8 @@ class Rendezvous:
         timeout: Seconds that a rank waits for others that have not passed it.
     """
 
-    def __init__(self, board: Board, *, rank: int, timeout: float) -> None:
-        self._board, self._rank, self._timeout = board, rank, timeout
+    def __init__(self, store: StatusStore, *, rank: int, timeout: float) -> None:
+        self._store, self._rank, self._timeout = store, rank, timeout
         self._num_points = 0
         self._num_met: Counter[str] = Counter()
         self._depth = 0  # contexts of `agreed` that are open
@@ -53,22 +53,22 @@ class Rendezvous:
     @classmethod
     def open(cls, timeout: float) -> Rendezvous:
         """A new one for the next run. Every rank opens as many."""
-        opened = cls(Board.open(), rank=dist.get_rank(), timeout=timeout)
-        weakref.finalize(opened, _leave, opened._board, opened._rank)
+        opened = cls(StatusStore.open(), rank=dist.get_rank(), timeout=timeout)
+        weakref.finalize(opened, _leave, opened._store, opened._rank)
         return opened
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rendezvous:
         return self
 
-    def pass_point(self) -> None:
+    def sync_point(self) -> None:
         """At a point of the Trainer that all ranks pass; inside of a step none is, as stages run parts of it."""
         if self._depth > 0:
             return
         self._num_points += 1
-        self._board.put(f"points/{self._rank}", str(self._num_points))
+        self._store.put(f"points/{self._rank}", str(self._num_points))
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def in_lockstep(self) -> Iterator[None]:
         """Run what all ranks run alike, as a step: nobody needs to meet inside."""
         self._depth += 1
         try:
@@ -81,7 +81,7 @@ class Rendezvous:
         """Whether the present code runs alike on all ranks anyway."""
         return self._depth > 0 or is_in_backward()
 
-    def meet(self, ranks: Sequence[int], what: str, *, in_steps: bool = False) -> None:
+    def sync_check(self, ranks: Sequence[int], what: str, *, in_steps: bool = False) -> None:
         """Before a collective of these ranks, for what the user's code does; each calls it.
 
         Args:
@@ -95,7 +95,7 @@ class Rendezvous:
         group = f"{ranks[0]}-{ranks[-1]}-{len(ranks)}"
         self._num_met[group] += 1
         number = self._num_met[group]
-        self._board.put(f"met/{group}/{self._rank}", f"{number} {what}")
+        self._store.put(f"met/{group}/{self._rank}", f"{number} {what}")
         following = ranks[(list(ranks).index(self._rank) + 1) % len(ranks)]  # as each looks for one, all are looked for
         self._wait_for(following, group, number, what)
 
@@ -110,8 +110,8 @@ class Rendezvous:
     def _wait_for(self, other: int, group: str, number: int, what: str) -> None:
         deadline, pause = time.monotonic() + self._timeout, _SHORTEST
         while True:
-            points = int(self._board.get(f"points/{other}") or 0)  # before what it writes ahead of further points
-            there, _, theirs = (self._board.get(f"met/{group}/{other}") or "").partition(" ")
+            points = int(self._store.get(f"points/{other}") or 0)  # before what it writes ahead of further points
+            there, _, theirs = (self._store.get(f"met/{group}/{other}") or "").partition(" ")
             if int(there or 0) >= number:
                 if int(there) == number and theirs != what:
                     raise StepError(f"{self._alone(what)} Rank {other} came with {theirs} instead. {_FIX}")
@@ -128,9 +128,9 @@ class Rendezvous:
         return f"{where} rank {self._rank} came to {what}, which takes other ranks, as they hold parts of the model."
 
 
-def _leave(board: Board, rank: int) -> None:
+def _leave(store: StatusStore, rank: int) -> None:
     with suppress(dist.DistError):  # the process that keeps the board has ended
-        board.put(f"points/{rank}", str(sys.maxsize))
+        store.put(f"points/{rank}", str(sys.maxsize))
 
 
 _FIX = (

@@ -17,15 +17,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import RankError
-from lightning_3d.ranks.board import Board
 from lightning_3d.ranks.ending import settle
 from lightning_3d.ranks.epochs import Epochs
 from lightning_3d.ranks.failure import Failure, ended_by, is_lost_connection
 from lightning_3d.ranks.interrupts import Interrupts
 from lightning_3d.ranks.process_exit import abort_at_end, stay_until
 from lightning_3d.ranks.standstill import Standstill
+from lightning_3d.ranks.status_store import StatusStore
 from lightning_3d.ranks.stops import Stops
-from lightning_3d.ranks.watchdog import Post, Watchdog
+from lightning_3d.ranks.watchdog import RankStatus, Watchdog
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.modules import attributes_replaced
@@ -41,22 +41,22 @@ class RunControl:
 
     def __init__(self, trainer: Trainer, shape: MeshShape, launcher: RunLauncher, *, timeout: float) -> None:
         self._trainer, self._launcher = trainer, launcher
-        self._post = Post(
-            board=Board.open(),
+        self._status = RankStatus(
+            store=StatusStore.open(),
             rank=dist.get_rank(),
             names=[_name(shape, rank) for rank in range(shape.world_size)],
             step=self._step,
         )
-        self._stops = Stops(self._post, may_wait=lambda: self._watchdog.failure is None)
-        self._epochs = Epochs(self._post, timeout=timeout)
-        self.standstill = Standstill(self._post)
+        self._stops = Stops(self._status, may_wait=lambda: self._watchdog.failure is None)
+        self._epochs = Epochs(self._status, timeout=timeout)
+        self.standstill = Standstill(self._status)
         self._interrupts = Interrupts(
-            self._post,
+            self._status,
             self._stops,
             is_ending=lambda: self._watchdog.is_ending,
             is_fit=trainer.state.fn == TrainerFn.FITTING,
         )
-        looks = [
+        polls = [
             self._look_at_children,
             self._stops.look,
             self._stop_evaluation,
@@ -64,7 +64,7 @@ class RunControl:
             self.standstill.look,
             self._interrupts.look,
         ]
-        self._watchdog = Watchdog(self._post, timeout=timeout, looks=looks, before_exit=self._kill_children)
+        self._watchdog = Watchdog(self._status, timeout=timeout, polls=polls, before_exit=self._kill_children)
         self._open = ExitStack()
         self.has_failed = False
         """Whether ranks failed apart from each other, after which no collective would end."""
@@ -88,7 +88,7 @@ class RunControl:
 
     def place(self, shape: MeshShape) -> None:
         """Name ranks by their places on another mesh."""
-        self._post.names[:] = [_name(shape, rank) for rank in range(shape.world_size)]
+        self._status.names[:] = [_name(shape, rank) for rank in range(shape.world_size)]
 
     def begin_batch(self) -> None:
         """Before each training step."""
@@ -102,12 +102,12 @@ class RunControl:
             self._open.close()
         if self.has_failed:  # the board may have ended with the rank that failed first
             return
-        board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]
+        store, names = self._status.store, [f"left/{rank}" for rank in self._status.others]
         with suppress(dist.DistError):
             self._epochs.tell()
-            board.put(f"left/{self._post.rank}", "")
-        if self._post.rank == 0:
-            stay_until(lambda: board.get_all(names) is not None)
+            store.put(f"left/{self._status.rank}", "")
+        if self._status.rank == 0:
+            stay_until(lambda: store.get_all(names) is not None)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._stops.ask(signum)
@@ -121,7 +121,7 @@ class RunControl:
         """
         self._heed(self._stops.before_batch())
 
-    def heed_signals_together(self) -> None:
+    def handle_signals_collectively(self) -> None:
         """The same after setup and after the last batch, with signals that came just now."""
         self._stops.look_together()
         self._heed(self._stops.before_batch())
@@ -148,14 +148,14 @@ class RunControl:
         Args:
             patches: Undone when the run has ended.
         """
-        ending = settle(self._post, self._watchdog, error, explained=self._epochs.shorter)
+        ending = settle(self._status, self._watchdog, error, explained=self._epochs.shorter)
         if ending.is_alike:
             return None
         self.has_failed = True
         abort_at_end()
         patches.enter_context(_saving_refused(self._trainer, ending.first))
-        place = self._post.failed("").place
-        if ending.first.rank == self._post.rank:
+        place = self._status.failed("").place
+        if ending.first.rank == self._status.rank:
             error.add_note(f"{place} failed first")
             return None
         return RankError(f"{place} ends, because it waited for {ending.first}") if is_lost_connection(error) else None
@@ -163,8 +163,8 @@ class RunControl:
     def _look_at_children(self) -> None:
         for local_rank, code in self._launcher.failed_children():
             how = f"by {ended_by(signal.Signals(-code))}" if code < 0 else f"with exit code {code}"
-            failure = self._post.silent(self._post.rank + local_rank, f"its process ended {how}")
-            self._post.board.put_first("failure", failure.to_text())
+            failure = self._status.silent(self._status.rank + local_rank, f"its process ended {how}")
+            self._status.store.put_first("failure", failure.to_text())
 
     def _kill_children(self) -> None:
         self._launcher.kill(signal.SIGKILL)

@@ -20,7 +20,7 @@ from types import FrameType
 
 from lightning_3d.frames import module_of, package_of, with_callers
 from lightning_3d.ranks.failure import Failure
-from lightning_3d.ranks.watchdog import Post
+from lightning_3d.ranks.watchdog import RankStatus
 
 _PATIENCE = 4.0  # seconds in one place until a rank counts as waiting
 _CERTAIN = 2.0  # seconds that all ranks wait until one at a rendezvous raises: in less a count may be late
@@ -29,7 +29,7 @@ _COMPUTES = 0.02  # seconds of CPU in which a main thread does more than wait
 
 _WAITING = ("distributed_c10d", "_functional_collectives", "fsdp", "tensor", "nn")
 _COLLECTIVES = tuple(f"torch.distributed.{name}" for name in _WAITING)
-_REPLICAS, _RENDEZVOUS = "lightning_3d.zero.replicas", "lightning_3d.ranks.rendezvous"
+_REPLICAS, _RENDEZVOUS = "lightning_3d.zero.dp_comm", "lightning_3d.ranks.rendezvous"
 _PACKAGES = {"torch", "lightning", "lightning_3d", "contextlib"}
 
 
@@ -48,8 +48,8 @@ class Standstill:
         post: Of this rank; the thread that makes this is the one that trains.
     """
 
-    def __init__(self, post: Post) -> None:
-        self._post, self._thread = post, threading.get_ident()
+    def __init__(self, status: RankStatus) -> None:
+        self._status, self._thread = status, threading.get_ident()
         self._place: _Place | None = None
         self._since, self._cpu = 0.0, 0.0
         self._is_counted = False
@@ -69,8 +69,8 @@ class Standstill:
             return
         self._all_since = self._all_since or now
         self.is_certain = now > self._all_since + _CERTAIN
-        if self._post.rank == 0 and now > self._all_since + _LONGEST and (failure := self._failure()) is not None:
-            self._post.board.put_first("failure", failure.to_text())
+        if self._status.rank == 0 and now > self._all_since + _LONGEST and (failure := self._failure()) is not None:
+            self._status.store.put_first("failure", failure.to_text())
 
     def _frame(self) -> FrameType | None:
         return sys._current_frames().get(self._thread)
@@ -86,16 +86,16 @@ class Standstill:
             return
         if is_waiting:
             assert self._place is not None
-            self._post.board.put(f"waits/{self._post.rank}", self._place.what)
-        self._post.board.add("waiting", 1 if is_waiting else -1)
+            self._status.store.put(f"waits/{self._status.rank}", self._place.what)
+        self._status.store.add("waiting", 1 if is_waiting else -1)
         self._is_counted = is_waiting
 
     def _are_all_counted(self) -> bool:
-        return self._post.board.add("waiting", 0) == len(self._post.names)
+        return self._status.store.add("waiting", 0) == len(self._status.names)
 
     def _failure(self) -> Failure | None:
         """The failure of ranks that wait at different lines; at one line they may have much to send each other."""
-        places = self._post.first_at("waits")
+        places = self._status.first_at("waits")
         if len(places) < 2:
             return None
         waits = "; ".join(f"rank {rank} {place}" for place, rank in places.items())
@@ -105,7 +105,7 @@ class Standstill:
             " on all, without @rank_zero_only or `if trainer.is_global_zero`, and keep what only one is to do, as"
             " logging, for the result."
         )
-        return replace(self._post.failed(error), is_standstill=True)
+        return replace(self._status.failed(error), is_standstill=True)
 
 
 def user_line(frame: FrameType | None) -> str:

@@ -16,7 +16,7 @@ from threading import Lock
 
 import torch.distributed as dist
 
-from lightning_3d.ranks.watchdog import Post
+from lightning_3d.ranks.watchdog import RankStatus
 
 _POLLS = 0.02  # seconds between looks at the board
 
@@ -28,13 +28,13 @@ class Stops:
         may_wait: Tells whether the other ranks still train.
     """
 
-    def __init__(self, post: Post, may_wait: Callable[[], bool]) -> None:
-        self._post, self._may_wait = post, may_wait
+    def __init__(self, status: RankStatus, may_wait: Callable[[], bool]) -> None:
+        self._status, self._may_wait = status, may_wait
         self._asked: int | None = None  # by a signal to this process
         self._pending: int | None = None  # for all ranks
         self._num_heeded = 0
         self._num_batches = 0
-        self._place = -1  # twice the batches begun where this rank waits, and else odd
+        self._place = -1  # 2n while this rank waits before batch n, odd while it is inside of one
         self._lock = Lock()  # so that no thread writes what another has changed
 
     @property
@@ -49,10 +49,10 @@ class Stops:
     def look(self) -> None:
         """Exchange signals with the other ranks, in the thread of the watchdog."""
         with self._lock:
-            board, name = self._post.board, f"stop/{self._num_heeded}"
+            store, name = self._status.store, f"stop/{self._num_heeded}"
             if self._pending is None and self._asked is not None:
-                board.put_first(name, str(self._asked))
-            if self._pending is None and (text := board.get(name)) is not None:
+                store.put_first(name, str(self._asked))
+            if self._pending is None and (text := store.get(name)) is not None:
                 self._pending = int(text)
             if self._pending is not None:
                 self._tell()
@@ -73,11 +73,11 @@ class Stops:
 
     def _agreed(self) -> int | None:
         here = self._place = 2 * self._num_batches
-        names = [f"place/{self._num_heeded}/{rank}" for rank in range(len(self._post.names))]
+        names = [f"place/{self._num_heeded}/{rank}" for rank in range(len(self._status.names))]
         while self._may_wait():
             with self._lock:
                 self._tell()
-            places = [int(text) for text in self._post.board.get_all(names) or []]
+            places = [int(text) for text in self._status.store.get_all(names) or []]
             if any(place > here for place in places):
                 return None
             if places and all(place == here for place in places):
@@ -93,4 +93,4 @@ class Stops:
             return signum
 
     def _tell(self) -> None:
-        self._post.board.put(f"place/{self._num_heeded}/{self._post.rank}", str(self._place))
+        self._status.store.put(f"place/{self._num_heeded}/{self._status.rank}", str(self._place))

@@ -22,9 +22,9 @@ from threading import Event, Thread
 
 import torch.distributed as dist
 
-from lightning_3d.ranks.board import Board
 from lightning_3d.ranks.failure import ENDED_SILENTLY, Failure
 from lightning_3d.ranks.processes import is_running, this_process
+from lightning_3d.ranks.status_store import StatusStore
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ _UNTIL_SEEN = 2.0  # seconds in which other ranks have read of it, where all mai
 
 
 @dataclass(frozen=True, kw_only=True)
-class Post:
+class RankStatus:
     """A rank as others call it, and its board."""
 
-    board: Board
+    store: StatusStore
     """The board of this run alone."""
 
     rank: int
@@ -61,7 +61,7 @@ class Post:
 
     def silent(self, rank: int, error: str) -> Failure:
         """The failure of another rank that could not tell of it."""
-        beat = self.board.get(f"beat/{rank}") or ""
+        beat = self.store.get(f"beat/{rank}") or ""
         return Failure(rank=rank, place=f"{self.names[rank]}, last seen in {beat.partition(' ')[2]}", error=error)
 
     def board_failed(self, how: str = ENDED_SILENTLY) -> Failure:
@@ -70,13 +70,13 @@ class Post:
 
     def beats_of(self, ranks: Sequence[int]) -> dict[int, str]:
         """The last beat of each rank that has not left."""
-        beats = {rank: self.board.get(f"beat/{rank}") for rank in ranks if self.board.get(f"left/{rank}") is None}
+        beats = {rank: self.store.get(f"beat/{rank}") for rank in ranks if self.store.get(f"left/{rank}") is None}
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def first_at(self, kind: str) -> dict[str, int]:
         """Each place that ranks have left under this name -> the first rank there; empty until all have left one."""
         first_ranks = dict[str, int]()
-        for rank, place in enumerate(self.board.get_all(f"{kind}/{rank}" for rank in range(len(self.names))) or []):
+        for rank, place in enumerate(self.store.get_all(f"{kind}/{rank}" for rank in range(len(self.names))) or []):
             first_ranks.setdefault(place, rank)
         return first_ranks
 
@@ -92,9 +92,14 @@ class Watchdog:
     """
 
     def __init__(
-        self, post: Post, *, timeout: float, looks: Sequence[Callable[[], None]], before_exit: Callable[[], None]
+        self,
+        status: RankStatus,
+        *,
+        timeout: float,
+        polls: Sequence[Callable[[], None]],
+        before_exit: Callable[[], None],
     ) -> None:
-        self._post, self._timeout, self._looks, self._before_exit = post, timeout, looks, before_exit
+        self._status, self._timeout, self._looks, self._before_exit = status, timeout, polls, before_exit
         self._num_beats = 0
         self._last_beats: dict[int, tuple[str, float]] = {}  # and when each was new
         self._processes: dict[int, str] = {}  # of ranks that were quiet
@@ -111,7 +116,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to beat."""
-        self._post.board.put(f"process/{self._post.rank}", this_process())
+        self._status.store.put(f"process/{self._status.rank}", this_process())
         self._beat()
         self._looked_at = self._age
         for thread in self._threads:
@@ -130,7 +135,7 @@ class Watchdog:
                 self._looked_at = self._age
         except dist.DistError:
             if not self._has_left(0):
-                self.failure = self.failure or self._post.board_failed()
+                self.failure = self.failure or self._status.board_failed()
         self._looked_at = None
 
     def _run_clock(self) -> None:
@@ -140,7 +145,7 @@ class Watchdog:
             now = time.monotonic()
             self._age, last = self._age + min(now - last, 2 * PERIOD), now
             if self._looked_at is not None and self._age > self._looked_at + self._timeout:
-                self.failure = self._post.board_failed(f"has given no sign of life for {self._timeout:g} s")
+                self.failure = self._status.board_failed(f"has given no sign of life for {self._timeout:g} s")
                 self._end()
             if self.failure is not None and not self.is_ending:
                 self._failed_at = self._failed_at or self._age
@@ -152,54 +157,54 @@ class Watchdog:
         self._beat()
         for look in self._looks:
             look()
-        board, me = self._post.board, self._post.rank
+        store, me = self._status.store, self._status.rank
         if (stopped := self._stopped()) is not None:
-            board.put_first("failure", stopped.to_text())
+            store.put_first("failure", stopped.to_text())
         self._vouch()
-        if (text := board.get("failure")) is not None:
+        if (text := store.get("failure")) is not None:
             self.failure = Failure.from_text(text)
-            board.put(f"seen/{me}", "")
+            store.put(f"seen/{me}", "")
 
     def _beat(self) -> None:
         self._num_beats += 1
-        self._post.board.put(f"beat/{self._post.rank}", f"{self._num_beats} {self._post.step()}")
+        self._status.store.put(f"beat/{self._status.rank}", f"{self._num_beats} {self._status.step()}")
 
     def _stopped(self) -> Failure | None:
         """A rank that has not beaten for too long: rank 0 watches all, and all watch rank 0."""
-        watched = self._post.others if self._post.rank == 0 else [0]
-        beats = self._post.beats_of(watched)
+        watched = self._status.others if self._status.rank == 0 else [0]
+        beats = self._status.beats_of(watched)
         self._last_beats = {
             rank: last if (last := self._last_beats.get(rank)) and last[0] == beat else (beat, self._age)
             for rank, beat in beats.items()
         }
         quiet = [rank for rank, (_, since) in self._last_beats.items() if self._age > since + self._timeout / 2]
         if quiet:
-            self._post.board.put("quiet", " ".join(map(str, quiet)))
+            self._status.store.put("quiet", " ".join(map(str, quiet)))
         for rank in quiet:
             if self._age > self._last_beats[rank][1] + self._timeout:
-                return self._post.silent(rank, f"its process has given no sign of life for {self._timeout:g} s")
+                return self._status.silent(rank, f"its process has given no sign of life for {self._timeout:g} s")
         return None
 
     def _vouch(self) -> None:
         """Beat for quiet ranks whose processes run on this machine; each that beats again takes itself off the list."""
-        board, me = self._post.board, self._post.rank
-        quiet = list(map(int, (board.get("quiet") or "").split()))
+        store, me = self._status.store, self._status.rank
+        quiet = list(map(int, (store.get("quiet") or "").split()))
         if me in quiet:
-            board.put("quiet", " ".join(str(rank) for rank in quiet if rank != me))
+            store.put("quiet", " ".join(str(rank) for rank in quiet if rank != me))
         for rank in quiet:
             if rank not in self._processes:
-                self._processes[rank] = board.get(f"process/{rank}") or ""
+                self._processes[rank] = store.get(f"process/{rank}") or ""
             if rank != me and is_running(self._processes[rank]):
-                step = (board.get(f"beat/{rank}") or "").partition(" ")[2]
-                board.put(f"beat/{rank}", f"{self._num_beats}-of-{me} {step}")
+                step = (store.get(f"beat/{rank}") or "").partition(" ")[2]
+                store.put(f"beat/{rank}", f"{self._num_beats}-of-{me} {step}")
 
     def _has_left(self, rank: int) -> bool:
         """Whether a rank had left when it was last looked at."""
-        return self._post.rank != rank and rank not in self._last_beats
+        return self._status.rank != rank and rank not in self._last_beats
 
     def _end(self) -> None:
         """End the process, whose main thread waits for a rank that will not come."""
-        _log.error("%s ends: it waits for others, and %s", self._post.names[self._post.rank], self.failure)
+        _log.error("%s ends: it waits for others, and %s", self._status.names[self._status.rank], self.failure)
         self._before_exit()
         logging.shutdown()
         os._exit(1)

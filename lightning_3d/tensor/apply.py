@@ -87,7 +87,7 @@ def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: 
 def _distribute(parameter: nn.Parameter, weight: WeightPlan, mesh: DeviceMesh) -> nn.Parameter:
     local = parameter.detach()
     if weight.shard_dim is not None:
-        full = local if weight.parts is None else weight.parts.grouped(local)
+        full = local if weight.parts is None else weight.parts.interleaved(local)
         # A copy, so that the storage of the full value is freed.
         chunk = full.chunk(mesh.size(), weight.shard_dim)[mesh.get_local_rank()]
         local = chunk.clone(memory_format=torch.contiguous_format)

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.activations.collective_mode import collective, is_kept, unseen_by_checkpoints
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Parts, Sharded
+from lightning_3d.tensor.placement import InterleavedShard, Sharded
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.dtensor import local_tensor, spec_of
 from lightning_3d.torch_internals.tensors import count_as_parameter, is_referred_to
-from lightning_3d.zero.outside_reads import for_steps, whole_of
+from lightning_3d.zero.outside_reads import unsharded, whole_of
 
 
 def refuse_second_order(what: str) -> None:
@@ -68,7 +68,7 @@ class _Reduce(torch.autograd.Function):
         # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
         # `data`, as user code may change the result in place, which autograd refuses for a view made here.
         product = partial.clone(memory_format=torch.contiguous_format) if is_kept else partial.contiguous().data
-        return collective(lambda: axis.all_reduce(product), used_up=partial)
+        return collective(lambda: axis.all_reduce(product), donated=partial)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -112,7 +112,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return collective(lambda: axis.reduce_scatter(partial, dim), used_up=partial)
+        return collective(lambda: axis.reduce_scatter(partial, dim), donated=partial)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -135,8 +135,11 @@ def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
         return cast(Tensor, function.apply(*args))
 
 
-def enter(tensor: Tensor, axis: Axis) -> Tensor:
-    """A plain tensor that every rank reads for a result of its own; call it once per tensor, whatever reads it then."""
+def identity_forward_all_reduce_backward(tensor: Tensor, axis: Axis) -> Tensor:
+    """Identity in the forward, all-reduce in the backward (Megatron's f); called once per tensor, whatever reads it.
+
+    Every rank reads the tensor for a result of its own.
+    """
     if not tensor.requires_grad:
         return tensor
     entered = _apply(_Enter, tensor, axis)
@@ -153,8 +156,8 @@ def cut(tensor: Tensor, axis: Axis, placement: Sharded) -> Tensor:
     """This rank's part of a plain tensor."""
     if not tensor.requires_grad:
         return placement.own(tensor, axis.size, axis.rank)
-    grouped = placement.grouped(tensor) if isinstance(placement, Parts) else tensor
-    own = _apply(_Cut, grouped, axis, placement.dim)
+    interleaved = placement.interleaved(tensor) if isinstance(placement, InterleavedShard) else tensor
+    own = _apply(_Cut, interleaved, axis, placement.dim)
     axis.expect_backward(own, "all-gather", tensor)
     return own
 
@@ -166,7 +169,7 @@ def gather(local: Tensor, axis: Axis, placement: Sharded, *, is_kept: bool = Tru
         is_kept: Whether selective recomputation keeps it.
     """
     full = _apply(_Gather, local, axis, placement.dim, is_kept)
-    return placement.ungrouped(full) if isinstance(placement, Parts) else full
+    return placement.deinterleaved(full) if isinstance(placement, InterleavedShard) else full
 
 
 def gather_sequence(local: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -224,7 +227,7 @@ def own_shard(tensor: DTensor) -> Tensor:
     """
     if whole_of(tensor) is not None:
         with DisableTorchFunction():
-            tensor = for_steps(tensor)
+            tensor = unsharded(tensor)
     local = _apply(_OwnShard, tensor)
     if isinstance(tensor, nn.Parameter):
         count_as_parameter(local)  # what a block's code finds is an nn.Parameter to it

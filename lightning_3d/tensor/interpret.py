@@ -23,8 +23,8 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Partial, Placement, Shard, Sharded, Whole
-from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
+from lightning_3d.tensor.placement import Partial, Placement, Replicate, Shard, Sharded
+from lightning_3d.tensor.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall, on_whole
 from lightning_3d.tensor.rules.function import (
     DECIDES,
     MEMORY,
@@ -68,9 +68,9 @@ class Interpreter(TorchFunctionMode):
     sees_all = False
     """Whether calls are answered that have no sharded tensor among their arguments, too."""
 
-    def __init__(self, axis: Axis, sequence: torch.Size | None = None, *, routes: bool = False) -> None:
+    def __init__(self, axis: Axis, sequence: torch.Size | None = None, *, data_dependent_routing: bool = False) -> None:
         super().__init__()
-        self.axis, self.sequence, self._routes = axis, sequence, routes
+        self.axis, self.sequence, self._data_dependent_routing = axis, sequence, data_dependent_routing
         self.statistics = RunningStatistics(axis)
         """To be entered with this mode."""
         self._entered: _ByTensor[Tensor] = _ByTensor()
@@ -84,7 +84,7 @@ class Interpreter(TorchFunctionMode):
         if func == SET_DATA and isinstance(args[0], nn.Parameter):
             raise PlanError("parameter.data = ... inside of a block would change this forward's shard alone: use copy_")
         if not (self.sees_all or _holds(args) or (kwargs and _holds(kwargs.values()))):
-            if self._routes and function_name(func) in DECIDES:
+            if self._data_dependent_routing and function_name(func) in DECIDES:
                 args, kwargs = map_tensors(self._of_first_rank, (args, kwargs))
             return func(*args, **kwargs)
         name = function_name(func)
@@ -93,9 +93,9 @@ class Interpreter(TorchFunctionMode):
         if (known := rewritten(func, args, kwargs)) is not None:
             with self:
                 return known(*args, **kwargs)
-        return self.answer(Call(func, name, simplified(func, args), kwargs))
+        return self.dispatch(TorchCall(func, name, simplified(func, args), kwargs))
 
-    def answer(self, call: Call) -> Any:
+    def dispatch(self, call: TorchCall) -> Any:
         """The result of a call, some of whose tensors are sharded."""
         if any(isinstance(tensor, DTensor) for tensor in call.tensors):
             call = call.mapped(self._of_parameter)
@@ -106,7 +106,7 @@ class Interpreter(TorchFunctionMode):
                 return self.execute(call, local)
         return self.execute(call, self._other(call))
 
-    def run_plain(self, call: Call) -> Any:
+    def run_plain(self, call: TorchCall) -> Any:
         """The result of a call without sharded tensors."""
         return call.function(*call.args, **call.kwargs)
 
@@ -119,10 +119,10 @@ class Interpreter(TorchFunctionMode):
         if is_own(cls.__module__) or not (_holds(args) or _holds(kwargs.values())):
             return function(*args, **kwargs)
         with DisableTorchFunction():  # this mode included
-            call = Call(function, cls.__name__, args, kwargs)
+            call = TorchCall(function, cls.__name__, args, kwargs)
             return self.execute(call, on_whole(call))
 
-    def _other(self, call: Call) -> LocalCall:
+    def _other(self, call: TorchCall) -> LocalCall:
         """A call that no rule answers."""
         if call.name in MEMORY:
             raise PlanError(
@@ -140,7 +140,7 @@ class Interpreter(TorchFunctionMode):
             self.refuse_change(call, changed)
         return on_whole(call)
 
-    def refuse_change(self, call: Call, tensor: Tensor) -> None:
+    def refuse_change(self, call: TorchCall, tensor: Tensor) -> None:
         """Raise, as a call changes a sharded tensor in place and not every rank can do that on its own shard."""
         raise PlanError(
             f"{call.name} changes a sharded tensor in place, and not every rank can do that on its own shard"
@@ -148,46 +148,48 @@ class Interpreter(TorchFunctionMode):
 
     # -------------------------------------------------------------------------------------------- carrying out
 
-    def execute(self, call: Call, local: LocalCall) -> Any:
+    def execute(self, call: TorchCall, local: LocalCall) -> Any:
         """Make a call as a rule says."""
         own: dict[int, ShardedTensor] = {}  # local tensor by id -> the sharded tensor that it is of
         operands: list[Tensor] = []
         contexts: list[AbstractContextManager[Any]] = []
-        for tensor, need in zip(local.tensors, local.needs, strict=True):
-            operand = self._meet(tensor, need, contexts)
+        for tensor, input_placement in zip(local.tensors, local.input_placements, strict=True):
+            operand = self._redistribute(tensor, input_placement, contexts)
             if isinstance(tensor, ShardedTensor) and operand is tensor.local:
                 own[id(operand)] = tensor
             operands.append(operand)
         output = _run(local, operands, contexts) if contexts else local.run(*operands)
         for sharded in own.values():
             sharded.follow_local()
-        if type(local.result) is Whole:
+        if type(local.result) is Replicate:
             return self._then(local, output)
         placements = iter(local.result) if isinstance(local.result, tuple) else repeat(local.result)
-        starts = iter(local.starts)
+        offsets = iter(local.offsets)
 
         def wrapped(result: Tensor) -> Tensor:
-            placement, start = next(placements), next(starts, 0)
+            placement, start = next(placements), next(offsets, 0)
             return own[id(result)] if id(result) in own else self.wrap(result, placement, local, start)
 
         return self._then(local, map_tensors(wrapped, output))
 
     def _then(self, local: LocalCall, result: Any) -> Any:
-        if local.then is None:
+        if local.epilogue is None:
             return result
         with self:
-            return local.then(result)
+            return local.epilogue(result)
 
-    def _meet(self, tensor: Tensor, need: Need, contexts: list[AbstractContextManager[Any]]) -> Tensor:
+    def _redistribute(
+        self, tensor: Tensor, input_placement: InputPlacement, contexts: list[AbstractContextManager[Any]]
+    ) -> Tensor:
         """An operand as a call needs it."""
-        if isinstance(need, Whole):
-            return self._read_by_each(tensor, contexts) if need.sums_gradients else self.whole(tensor)
-        if isinstance(need, RunningStatistic):
-            return self.statistics.own(tensor, changes=need.changes)
-        if isinstance(tensor, ShardedTensor) and tensor.placement == need:
+        if isinstance(input_placement, Replicate):
+            return self._read_by_each(tensor, contexts) if input_placement.sums_gradients else self.whole(tensor)
+        if isinstance(input_placement, RunningStatistic):
+            return self.statistics.own(tensor, changes=input_placement.changes)
+        if isinstance(tensor, ShardedTensor) and tensor.placement == input_placement:
             return tensor.own()
-        assert not isinstance(need, Partial)
-        return collectives.cut(self.whole(tensor), self.axis, need)
+        assert not isinstance(input_placement, Partial)
+        return collectives.cut(self.whole(tensor), self.axis, input_placement)
 
     def _read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
         """All of a tensor, whose gradient is the sum of what the ranks have; alike for all calls that read it."""
@@ -198,7 +200,7 @@ class Interpreter(TorchFunctionMode):
         whole = self.whole(tensor)
         if not whole.requires_grad or not torch.is_grad_enabled():
             return whole
-        return self._entered.get(whole, lambda: collectives.enter(whole, self.axis))
+        return self._entered.get(whole, lambda: collectives.identity_forward_all_reduce_backward(whole, self.axis))
 
     def is_slice_of_sequence(self, tensor: ShardedTensor) -> bool:
         return tensor.placement == Shard(SEQUENCE_DIM) and is_along(tensor, self.sequence)
@@ -216,12 +218,12 @@ class Interpreter(TorchFunctionMode):
         is_kept = not self.is_slice_of_sequence(tensor)
         return collectives.gather(tensor.own(), self.axis, tensor.placement, is_kept=is_kept)
 
-    def gathered(self, output: Any, unread: frozenset[int]) -> Any:
+    def gathered(self, output: Any, unused_outputs: frozenset[int]) -> Any:
         """A block's output as plain tensors, but for evenly sharded leaves, by position, that nothing reads."""
         leaves, spec = tree_flatten(output)
         whole: dict[int, Tensor] = {}  # a leaf that stands in several places is gathered once
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and not (i in unread and shard_dim(leaf) is not None):
+            if isinstance(leaf, Tensor) and not (i in unused_outputs and shard_dim(leaf) is not None):
                 if id(leaf) not in whole:
                     whole[id(leaf)] = self.whole(leaf)
                 leaves[i] = whole[id(leaf)]
@@ -239,7 +241,7 @@ class Interpreter(TorchFunctionMode):
         """The form in which the block's code gets a result of this rank; `start`: where it begins, if it is a piece."""
         if isinstance(placement, Partial):
             return self.sum(result, local)
-        if isinstance(placement, Whole):
+        if isinstance(placement, Replicate):
             return result
         return self.shard(result, placement, is_weight=local.makes_weight)
 
@@ -306,7 +308,7 @@ def _after_block(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if any(isinstance(mode, Interpreter) for mode in function_modes()):
         raise PlanError(f"{UNSEEN} ({operator})")
     axis = next(tensor.axis for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, ShardedTensor))
-    return Interpreter(axis).answer(Call(operator, operator.overloadpacket.__name__, args, kwargs))
+    return Interpreter(axis).dispatch(TorchCall(operator, operator.overloadpacket.__name__, args, kwargs))
 
 
 ShardedTensor.answer_after_block = _after_block

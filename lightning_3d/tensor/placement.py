@@ -31,7 +31,7 @@ ORDER = f"{OWN_PREFIX}order"
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Replicate:
     """Every rank has all of it: a plain tensor."""
 
     sums_gradients: bool = False
@@ -59,7 +59,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class InterleavedShard:
     """One dim of a tensor as parts that are each cut evenly over the axis, see [Note: parts]."""
 
     dim: int
@@ -74,7 +74,7 @@ class Parts:
         """Sizes of one rank's slices of each part."""
         return [size // self.num_ranks for size in self.sizes]
 
-    def at(self, dim: int) -> Parts:
+    def at(self, dim: int) -> InterleavedShard:
         """The same parts of another dim."""
         return replace(self, dim=dim)
 
@@ -83,54 +83,54 @@ class Parts:
         own = [part.chunk(size, self.dim)[rank] for part in full.split(list(self.sizes), self.dim)]
         return torch.cat(own, self.dim)
 
-    def grouped(self, full: Tensor) -> Tensor:
+    def interleaved(self, full: Tensor) -> Tensor:
         """A full tensor from original to grouped order."""
         parts = [part.chunk(self.num_ranks, self.dim) for part in full.split(list(self.sizes), self.dim)]
         return torch.cat([piece for rank in zip(*parts, strict=True) for piece in rank], self.dim)
 
-    def ungrouped(self, full: Tensor) -> Tensor:
+    def deinterleaved(self, full: Tensor) -> Tensor:
         """A full tensor from grouped to original order."""
         ranks = [shard.split(self.local_sizes, self.dim) for shard in full.chunk(self.num_ranks, self.dim)]
         return torch.cat([piece for part in zip(*ranks, strict=True) for piece in part], self.dim)
 
 
-Sharded = Shard | Parts
+Sharded = Shard | InterleavedShard
 """Every rank has a part of one dim."""
 
-Placement = Whole | Shard | Parts | Partial
+Placement = Replicate | Shard | InterleavedShard | Partial
 
-WHOLE = Whole()
+REPLICATE = Replicate()
 
-EACH = Whole(sums_gradients=True)
-"""All of it is read by every rank, whose results differ."""
+REPLICATE_PARTIAL_GRAD = Replicate(sums_gradients=True)
+"""A replicated input of computations that differ by rank: its gradient is partial."""
 
 
 def in_parts(dim: int, sizes: Sequence[int], num_ranks: int) -> Sharded:
     """A dim of several parts, or of one."""
-    return Parts(dim=dim, sizes=tuple(sizes), num_ranks=num_ranks) if len(sizes) > 1 else Shard(dim)
+    return InterleavedShard(dim=dim, sizes=tuple(sizes), num_ranks=num_ranks) if len(sizes) > 1 else Shard(dim)
 
 
-def mark(owner: nn.Module, name: str, parts: Parts) -> None:
+def mark(owner: nn.Module, name: str, parts: InterleavedShard) -> None:
     """Note on a module that a parameter that it owns is in grouped order."""
     vars(owner).setdefault(_MARK, {})[name] = parts
 
 
-def marked(module: nn.Module) -> dict[str, Parts]:
+def interleaved_parameters(module: nn.Module) -> dict[str, InterleavedShard]:
     """FQN -> parts, for all parameters of a module in grouped order, ties under every name."""
-    found: dict[str, Parts] = {}
+    found: dict[str, InterleavedShard] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         found.update({f"{prefix}.{name}" if prefix else name: parts for name, parts in marks_of(owner).items()})
     return found
 
 
-def order_of(tensor: Tensor) -> Parts | None:
+def order_of(tensor: Tensor) -> InterleavedShard | None:
     """The parts of a tensor in grouped order."""
     return vars(tensor).get(ORDER)
 
 
-def marks_of(owner: nn.Module) -> Mapping[str, Parts]:
+def marks_of(owner: nn.Module) -> Mapping[str, InterleavedShard]:
     """Name -> parts, for the parameters in grouped order that a module owns itself."""
-    marks: Mapping[str, Parts] = vars(owner).get(_MARK, {})
+    marks: Mapping[str, InterleavedShard] = vars(owner).get(_MARK, {})
     return marks
 
 

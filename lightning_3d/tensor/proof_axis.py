@@ -52,7 +52,7 @@ class ProofAxis(MeshAxis):
                 yield
             except Exception as failure:  # whatever goes wrong, also in the dense block
                 error = f"{type(failure).__name__}: {failure}"
-            self._meet(_ENDED if error is None else _FAILED)
+            self._sync_check(_ENDED if error is None else _FAILED)
         except _OthersStop as others:
             error = error or str(others)
         else:
@@ -78,28 +78,28 @@ class ProofAxis(MeshAxis):
                 entered.close()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.meet("all-reduce", tensor)
+        self.sync_check("all-reduce", tensor)
         return super().all_reduce(tensor)
 
     def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        self.meet(f"all-gather {dim}", local)
+        self.sync_check(f"all-gather {dim}", local)
         return super().all_gather(local, dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        self.meet(f"reduce-scatter {dim}", tensor)
+        self.sync_check(f"reduce-scatter {dim}", tensor)
         return super().reduce_scatter(tensor, dim)
 
     def of_first_rank(self, tensor: Tensor) -> Tensor:
-        self.meet("broadcast", tensor)
+        self.sync_check("broadcast", tensor)
         return super().of_first_rank(tensor)
 
-    def meet(self, what: str, tensor: Tensor | None = None) -> None:
+    def sync_check(self, what: str, tensor: Tensor | None = None) -> None:
         """Go on if all ranks do the same next; compiled code, which is made for all of them, is not asked."""
         if tensor is None or not is_captured(tensor):
             described = what if tensor is None else f"{what} {tuple(tensor.shape)} {tensor.dtype}"
-            self._meet(zlib.crc32(described.encode()))
+            self._sync_check(zlib.crc32(described.encode()))
 
-    def _meet(self, number: int) -> None:
+    def _sync_check(self, number: int) -> None:
         if len(set(gather_numbers(number, self.mesh.get_group()))) > 1:
             raise _OthersStop(_STOPS)
 

@@ -85,9 +85,9 @@ class ShardedForward:
         output = run(interpreter, args, kwargs)
         interpreter.make_buffers_whole(self.modules)
         for module in self.modules:
-            _show_retained(vars(module), interpreter.whole)
-        output = interpreter.gathered(output, self.plan.unread)
-        return tree_map(_lazy_if_sharded, output) if self.plan.unread else output
+            _gather_retained(vars(module), interpreter.whole)
+        output = interpreter.gathered(output, self.plan.unused_outputs)
+        return tree_map(_lazy_if_sharded, output) if self.plan.unused_outputs else output
 
     def _run(self, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.parameters(), self.modes(interpreter):
@@ -99,7 +99,7 @@ class ShardedForward:
         Args:
             sequence: As for `Interpreter`.
         """
-        return Interpreter(self._axis, sequence, routes=self.plan.routes)
+        return Interpreter(self._axis, sequence, data_dependent_routing=self.plan.data_dependent_routing)
 
     @contextmanager
     def modes(self, interpreter: Interpreter) -> Iterator[None]:
@@ -185,7 +185,7 @@ def _own_parameter(parameter: DTensor, axis: MeshAxis, placement: Sharded | None
     return weight
 
 
-def _show_retained(attributes: dict[str, Any], whole: Callable[[Tensor], Tensor]) -> None:
+def _gather_retained(attributes: dict[str, Any], whole: Callable[[Tensor], Tensor]) -> None:
     """Replace sharded tensors in a module's attributes by full ones, which are gathered when they are read."""
 
     def shown(leaf: Any) -> Any:

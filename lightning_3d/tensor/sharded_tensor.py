@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Parts, Shard, Sharded
+from lightning_3d.tensor.placement import InterleavedShard, Shard, Sharded
 from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, set_gradient_hooks
 
 UNSEEN = (
@@ -22,7 +22,7 @@ UNSEEN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SourceWeights:
     """The weights that a tensor's sharding comes from, as planning follows them."""
 
     sources: frozenset[str]
@@ -54,7 +54,7 @@ class ShardedTensor(Tensor):
 
     is_weight: bool
 
-    origin: Origin | None = None
+    source_weights: SourceWeights | None = None
     """Set while planning."""
 
     answer_after_block: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
@@ -108,10 +108,10 @@ def shard_dim(tensor: object) -> int | None:
     return placement.dim if type(placement) is Shard else None
 
 
-def parts_of(tensor: object) -> Parts | None:
+def parts_of(tensor: object) -> InterleavedShard | None:
     """The parts of a tensor that has them; None for any other."""
     placement = placement_of(tensor)
-    return placement if type(placement) is Parts else None
+    return placement if type(placement) is InterleavedShard else None
 
 
 def _refuse(gradient: Tensor) -> None:

@@ -21,7 +21,7 @@ from lightning_3d.model.reals import as_reals
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.apply import apply_block
 from lightning_3d.tensor.difference import Values, difference
-from lightning_3d.tensor.placement import marked
+from lightning_3d.tensor.placement import interleaved_parameters
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.proof_axis import ProofAxis, ProofFailed
 from lightning_3d.tensor.proof_inputs import SEED, distinct_tensors, in_fp32, is_continuous, proof_inputs
@@ -132,7 +132,7 @@ def _proof(
         with axis.failing_together():
             apply_block(sharded_block, plan, axis.mesh, excluded=excluded, axis=axis)
             running(sharded_block).compiled = compiled(sharded_block)
-            actual = _run(sharded_block, inputs, lambda: axis.meet("outputs"))
+            actual = _run(sharded_block, inputs, lambda: axis.sync_check("outputs"))
             differences = [difference(*pair, limit) for pair in zip(expected, actual, strict=True)]
     except ProofFailed as failure:
         return _not_proved(failure, limit, dense_runs=dense_runs)
@@ -200,9 +200,9 @@ def _run(
             gradients = list(torch.autograd.grad(loss, [*differentiable, *trained.values()], allow_unused=True))
     full = [_full(gradient) for gradient in gradients]
     named = dict(zip(trained, full[len(differentiable) :], strict=True))
-    for fqn, parts in marked(block).items():
+    for fqn, parts in interleaved_parameters(block).items():
         if (gradient := named.get(fqn)) is not None:
-            named[fqn] = parts.ungrouped(gradient)
+            named[fqn] = parts.deinterleaved(gradient)
     return [output.detach() for output in outputs], full[: len(differentiable)], list(named.values())
 
 

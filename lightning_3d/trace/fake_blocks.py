@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_3d.errors import TraceError
-from lightning_3d.model.block_runner import Call, own_forward
+from lightning_3d.model.block_runner import AnyCallable, own_forward
 from lightning_3d.model.code_caches import CodeCaches
 from lightning_3d.model.pytrees import copied, is_opaque
 from lightning_3d.torch_internals.dispatch import OperatorMode, draws_random_numbers
@@ -52,7 +52,7 @@ def run_with_state(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, 
     return with_state(block, state, lambda forward: forward(*args, **kwargs))
 
 
-def with_state(block: nn.Module, state: dict[str, Tensor], run: Callable[[Call], T]) -> T:
+def with_state(block: nn.Module, state: dict[str, Tensor], run: Callable[[AnyCallable], T]) -> T:
     """Call ``run`` with the block's own forward while ``state`` is in place of its parameters and buffers.
 
     Args:
@@ -71,7 +71,7 @@ class _Held(nn.Module):
         super().__init__()
         self.block = block
 
-    def forward(self, run: Callable[[Call], T]) -> T:
+    def forward(self, run: Callable[[AnyCallable], T]) -> T:
         return run(own_forward(self.block))
 
 

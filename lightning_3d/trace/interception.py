@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.model.block_runner import BlockRunner, Call, Compiled, Step, running
+from lightning_3d.model.block_runner import AnyCallable, BlockRunner, Compiled, Step, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, is_reentrant
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import function_modes, without_function_mode
@@ -65,7 +65,7 @@ _META_FUNCTIONS = frozenset(
 )
 
 
-def reads_meta_only(func: Call) -> bool:
+def reads_meta_only(func: AnyCallable) -> bool:
     """Whether ``func`` asks for shape, dtype and the like, which a ghost answers itself."""
     if func in _META_FUNCTIONS:
         return True
@@ -90,14 +90,14 @@ class StepMode(TorchFunctionMode):
         """Whether the present glue was called by ``torch.utils.checkpoint``."""
 
     @abstractmethod
-    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a torch function called in glue."""
 
     @abstractmethod
-    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the call of a block; ``call`` runs the block itself."""
 
-    def __torch_function__(self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: AnyCallable, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if reads_meta_only(func):
             return func(*args, **kwargs)
@@ -111,7 +111,7 @@ class StepMode(TorchFunctionMode):
         """Whether the present code is glue rather than a block or a torch function."""
         return self._router.step is self and not self._is_answering
 
-    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a custom autograd function called in glue."""
 
         def named(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class SeesCheckpoints(Protocol):
     def checkpointed(self) -> AbstractContextManager[None]:
         """Run what ``torch.utils.checkpoint`` was called with."""
 
-    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a custom autograd function."""
 
 
@@ -184,7 +184,9 @@ class SeesCheckpoints(Protocol):
 def hidden_calls_seen(step: SeesCheckpoints) -> Iterator[None]:
     """Show custom autograd functions and checkpoints in glue to ``step``."""
 
-    def answer(cls: type[torch.autograd.Function], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(
+        cls: type[torch.autograd.Function], call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not step.is_in_glue():
             return call(*args, **kwargs)
         if is_reentrant(cls):
@@ -195,7 +197,7 @@ def hidden_calls_seen(step: SeesCheckpoints) -> Iterator[None]:
                 return function(*arguments)
         return step.on_hidden_function(cls.__name__, call, args, kwargs)
 
-    def replace(present: Call) -> Call:
+    def replace(present: AnyCallable) -> AnyCallable:
         def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
             if not step.is_in_glue():
                 yield from present(*args, **kwargs)

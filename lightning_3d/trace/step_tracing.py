@@ -20,11 +20,11 @@ class TracedEffects(Protocol):
     """Follows what a traced step does beside its loss."""
 
     @property
-    def gives_more(self) -> bool:
-        """As of a ``Trace``, of the step that was traced last; as ``counts_once``."""
+    def has_side_effects(self) -> bool:
+        """As of a ``Trace``, of the step that was traced last; as ``not_microbatchable``."""
 
     @property
-    def counts_once(self) -> str | None: ...
+    def not_microbatchable(self) -> str | None: ...
 
     def undone(self) -> AbstractContextManager[None]:
         """Trace inside; what the step changes in its module is put back."""
@@ -60,10 +60,12 @@ class StepTracing:
                 with_data=with_data,
                 notes_storages=notes_storages,
             )
-            once = trace.counts_once if calls_all else None  # models that rescale weights for evaluation do it once
+            once = (
+                trace.not_microbatchable if calls_all else None
+            )  # models that rescale weights for evaluation do it once
             return replace(
                 trace,
                 host_position=host_position(),
-                gives_more=trace.gives_more or self._effects.gives_more,
-                counts_once=once or self._effects.counts_once,
+                has_side_effects=trace.has_side_effects or self._effects.has_side_effects,
+                not_microbatchable=once or self._effects.not_microbatchable,
             )

@@ -52,7 +52,7 @@ class TracedCall:
     """Whether it draws random numbers."""
     aliased: Mapping[int, int] = field(default_factory=dict)
     """Tensor that shares memory with one that an in-place call changes -> id of its new value."""
-    entangled: frozenset[int] = frozenset()
+    mutually_aliased: frozenset[int] = frozenset()
     """Ids of tensors consumed that share memory with another one of them, and change in place."""
     side: SideOutputs = field(default_factory=SideOutputs)
     """Outputs of the block besides its return value."""
@@ -101,12 +101,12 @@ class Trace:
     """FQNs of buffers that their block's forward changes."""
     host_position: int = 0
     """How far it moved the generators of Python and NumPy, from where all traces begin."""
-    is_joint: bool = False
+    calls_collectives: bool = False
     """Whether glue calls collectives over the replicas."""
-    gives_more: bool = False
+    has_side_effects: bool = False
     """Whether the step does or gives more than floating-point numbers, which can be joined over microbatches: metrics,
     changes of attributes, tensors of several elements, or what depends on data of blocks."""
-    counts_once: str | None = None
+    not_microbatchable: str | None = None
     """Why microbatches, on several stages, can't do what the step does once for a batch: a block logs or updates a
     metric, glue changes parameters in place, or modules hold random generators."""
     of_batch: tuple[str, ...] = field(default=(), repr=False)
@@ -131,14 +131,14 @@ class Trace:
         Raises:
             TraceError: a block logs, or updates a metric, glue changes parameters, or modules hold random generators.
         """
-        if self.counts_once is not None:
+        if self.not_microbatchable is not None:
             raise TraceError(
-                f"{self.counts_once}. With a pipeline blocks run once for each microbatch, on one stage each, and the"
-                " code around them on all. Make the call in the step, change parameters in on_train_batch_end, draw"
-                " from the default generators, or set pipeline.mode=inline."
+                f"{self.not_microbatchable}. With a pipeline blocks run once for each microbatch, on one stage each,"
+                " and the code around them on all. Make the call in the step, change parameters in on_train_batch_end,"
+                " draw from the default generators, or set pipeline.mode=inline."
             )
 
     @property
-    def sides(self) -> list[tuple[str, SideOutputs]]:
+    def block_side_effects(self) -> list[tuple[str, SideOutputs]]:
         """Name of the block and side outputs, for each call of a block."""
         return [(call.name, call.side) for call in self.block_calls]

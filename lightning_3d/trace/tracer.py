@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from lightning_3d.errors import TraceError
-from lightning_3d.model.block_runner import BlockRunner, Call
+from lightning_3d.model.block_runner import AnyCallable, BlockRunner
 from lightning_3d.model.pytrees import as_called, register_dataclasses, tensor_positions
 from lightning_3d.torch_internals.dispatch import SET_DATA
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
@@ -160,9 +160,9 @@ class _Tracer(StepMode):
             kept_hooks=self._kept_hooks,
             unsent_attributes=self._blocks.unsent_attributes,
             changed_buffers=frozenset(self._blocks.changed_buffers),
-            is_joint=self._is_joint,
-            gives_more=bool(self._written) or stopped_by is not None,
-            counts_once=self._counts_once,
+            calls_collectives=self._is_joint,
+            has_side_effects=bool(self._written) or stopped_by is not None,
+            not_microbatchable=self._counts_once,
             of_batch=tuple(self._of_batch),
             storages=None if self._storages is None else self._storages.storages,
         )
@@ -170,7 +170,7 @@ class _Tracer(StepMode):
     # ---- answers
 
     @override
-    def __torch_function__(self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: AnyCallable, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in DEVICE_GETTERS and args[0] in self._state:
             return func(self._state[args[0]])  # parameters are moved after the trace
         return super().__torch_function__(func, types, args, kwargs)
@@ -182,7 +182,7 @@ class _Tracer(StepMode):
         self._is_joint = True
         return super().on_collective(name, joint, alone, tensor)
 
-    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", str(func))
@@ -200,7 +200,7 @@ class _Tracer(StepMode):
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
 
     @override
-    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._fakes.fake_mode is not None:
             self._check_calls_no_blocks(name, args)
         return super().on_hidden_function(name, call, args, kwargs)
@@ -217,7 +217,7 @@ class _Tracer(StepMode):
         if fqns:
             raise calls_blocks_unseen(name, fqns)
 
-    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fqn, block = runner.fqn, runner.block
         if are_transforms_active():
             raise transformed(fqn)
@@ -320,7 +320,7 @@ class _Tracer(StepMode):
 
         changed = [i for i in tensor_positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]]
         aliased = self._retag_aliases([(leaves[i], fakes[i]) for i in changed], where) if changed else {}
-        entangled = self._entangled([(leaves[i], fakes[i]) for i in changed])
+        mutually_aliased = self._entangled([(leaves[i], fakes[i]) for i in changed])
         mutated = {i: self._new_id(leaves[i], fakes[i]) for i in changed}
         results, answer = self._answers(outputs, fakes, leaves, None if is_recorded else sources)
         if is_recorded:
@@ -339,7 +339,7 @@ class _Tracer(StepMode):
                     mutated=mutated,
                     is_random=randomness.seen,
                     aliased=aliased,
-                    entangled=entangled,
+                    mutually_aliased=mutually_aliased,
                     side=side[0] if side else SideOutputs(),
                 )
             )

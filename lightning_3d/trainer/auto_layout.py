@@ -35,7 +35,7 @@ from lightning_3d.torch_internals.lightning_helpers import (
     make_optimizers,
     samplers_noted,
 )
-from lightning_3d.trainer.ahead import Ahead, search_layout
+from lightning_3d.trainer.dry_run import DryRun, search_layout
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.requirements import check, check_model
 from lightning_3d.waits import Wait
@@ -128,7 +128,7 @@ def _searched(
     if not module.automatic_optimization:
         return replicas("it uses manual optimization")
     step = partial(example_step, trainer, module, precision=precision)
-    ahead = Ahead(
+    ahead = DryRun(
         module, step, device, precision, accumulates=accumulates(trainer), num_states=_STATES, checks=check_all
     )
     try:

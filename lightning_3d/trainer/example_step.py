@@ -19,7 +19,7 @@ from lightning_3d.planning.inline_mode import is_microbatched
 from lightning_3d.planning.planner import ExampleStep
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import before_transfer, further_arguments
-from lightning_3d.trainer.rehearsal import rehearsed
+from lightning_3d.trainer.rehearsal import with_simulated_fit_start
 
 _STEPS: Mapping[TrainerFn, str] = {
     TrainerFn.FITTING: "training_step",
@@ -59,5 +59,5 @@ def example_step(
         modes=modes_of(name, precision),
         rest=rest,
         has_data=is_whole,
-        rehearsed=partial(rehearsed, trainer, module, name, microbatch, rest),
+        with_simulated_fit_start=partial(with_simulated_fit_start, trainer, module, name, microbatch, rest),
     )

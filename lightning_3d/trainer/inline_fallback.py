@@ -64,4 +64,4 @@ class InlineFallback(WholeModelRunner):
         self._gradients.sum_shared(among=self._of_blocks)
         for held in older:
             self._zero.add_gradients(held, scale=torch.ones((), device=loss.device))
-        self._zero.show_gradients()
+        self._zero.gather_grads()

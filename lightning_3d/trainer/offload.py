@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.distributed.agreement import alike
+from lightning_3d.distributed.agreement import raise_on_all_ranks
 from lightning_3d.torch_internals.fsdp import move_shards, shards_of, when_gathered
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.offload.steps import OffloadedSteps
@@ -38,7 +38,7 @@ def offload_parameters(place: str, root: nn.Module) -> Store:
     if place in ("none", "cpu"):
         return store
     units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
-    with alike():
+    with raise_on_all_ranks():
         store = Store.at(place)
         for unit in units:
             move_shards(unit, store.zeros)
@@ -56,7 +56,7 @@ def offloaded_steps(config: ZeroConfig, zero: Zero, device: torch.device) -> Off
     if config.offload_optimizer == "none":
         return None
     store: Store | None = None
-    with alike():
+    with raise_on_all_ranks():
         store = Store.at(config.offload_optimizer)
     assert store is not None
     zero.keep_states(store.zeros)

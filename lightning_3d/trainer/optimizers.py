@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.planning.optimizer_plan import KindFound, OptimizerPlan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.modules import attributes_replaced
@@ -60,27 +60,27 @@ class TrainedOptimizers:
         _replace_early(optimizers, early, module)
         kinds = check_optimizers(optimizers, module, mesh, config.zero, device)
         with ExitStack() as undone:
-            zero.divide(kinds)
+            zero.assign_shards(kinds)
             planned = (
                 OptimizerPlan(name=type(optimizer).__name__, kind=kind, found=_how_found(optimizer, config.zero))
                 for optimizer, kind in kinds.items()
             )
             parallel.plan = replace(parallel.plan, optimizers=tuple(planned))
             undone.callback(zero.release)
-            precision.divide(kinds, module, config.precision)
+            precision.assign_shards(kinds, module, config.precision)
             masters = precision.master_weights()
             self._steps = LocalSteps(
                 zero,
                 check=precision.refuse_unchecked,
                 offload=offloaded_steps(config.zero, zero, device),
                 masters=masters,
-                alike=KeptAlike(mesh.group("tp")) if mesh.shape.tp > 1 else None,
+                alike=TPReplicaSync(mesh.group("tp")) if mesh.shape.tp > 1 else None,
             )
             undone.enter_context(self._steps.hooked(optimizers))
             if parallel.budget is not None and not parallel.plan.memory:
                 held = parallel.held(config, optimizers)
                 parallel.plan = parallel.budget.plan(parallel.plan, module, held, config, mesh, device)
-                parallel.keep_little(parallel.plan)
+                parallel.apply_checkpointing(parallel.plan)
             if precision.scales_losses:
                 undone.enter_context(schedulers_skipping(module, precision.skips))
             self._undone = undone.pop_all()

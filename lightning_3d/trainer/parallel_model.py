@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_3d.activations.kept_tensor import KeptTensor
 from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.partitioned_inputs import PartitionedInputs
 from lightning_3d.activations.recomputation import Recomputation
+from lightning_3d.activations.saved_tensor import SavedTensor
 from lightning_3d.activations.transfers import SideStreams
 from lightning_3d.compile.blocks import BlockCompiler
 from lightning_3d.config.settings import ThreeDConfig
@@ -41,7 +41,7 @@ from lightning_3d.model.initial_weights import (
 )
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.parts.copies import copies_of, lay_out_copies
-from lightning_3d.parts.layout import Layout, lay_out
+from lightning_3d.parts.layout import Layout, shard_layout
 from lightning_3d.parts.module import answer_for_parts, holds_parts
 from lightning_3d.parts.stages import PipelineStages
 from lightning_3d.pipeline.engine import PipelineEngine
@@ -49,7 +49,7 @@ from lightning_3d.pipeline.inline.between_steps import CallsBetweenSteps
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget import Budget, accumulates
-from lightning_3d.planning.held import HeldAhead, StateShapes
+from lightning_3d.planning.held import PlannedStaticMemory, StateShapes
 from lightning_3d.planning.inline_mode import inline_text
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -89,7 +89,7 @@ class ParallelModel:
     runner: StepRunner
     randomness: StepRandomness
     heads: FusedHeads
-    keep_little: Callable[[Plan], None]
+    apply_checkpointing: Callable[[Plan], None]
     """Lets blocks be computed again in their backwards, and offload what they keep, as a plan says."""
     budget: Budget | None
     shapes: StateShapes
@@ -100,9 +100,9 @@ class ParallelModel:
     is_told: bool = False
     """Whether rank 0 has said what layout is running."""
 
-    def held(self, config: ThreeDConfig, optimizers: Iterable[Optimizer]) -> HeldAhead:
+    def held(self, config: ThreeDConfig, optimizers: Iterable[Optimizer]) -> PlannedStaticMemory:
         """The memory that ranks hold whatever they compute, when these optimizers step the model."""
-        return HeldAhead(self.shapes, self.plan, config, max(map(num_states, optimizers), default=0))
+        return PlannedStaticMemory(self.shapes, self.plan, config, max(map(num_states, optimizers), default=0))
 
     @property
     def present_plan(self) -> Plan:
@@ -150,9 +150,11 @@ def make_parallel(
     router = making.router(own)
     zero = making.share_state(plan)
     offload = Offload(device, SideStreams(device)) if config.activations.offload else None
-    unsplit: set[int] = set()  # stages whose backward stays in one piece
-    keep_little = partial(_keep_little, own, planned.config, mesh, device, offload, unsplit)
-    keep_little(plan)
+    full_backward_stages: set[int] = set()  # stages whose backward stays in one piece
+    apply_checkpointing = partial(
+        _apply_checkpointing, own, planned.config, mesh, device, offload, full_backward_stages
+    )
+    apply_checkpointing(plan)
     _let_meet(own.values(), mesh, rendezvous)
     for block in own.values():
         running(block).read = partial(tree_map, made)
@@ -167,14 +169,14 @@ def make_parallel(
         guard=BatchGuard(planned.config.batch, mesh, device),
         buffers=SharedBuffers(module, mesh, device),
         router=router,
-        runner=making.runner(plan, router, zero, gradients, randomness, heads, offload, unsplit),
+        runner=making.runner(plan, router, zero, gradients, randomness, heads, offload, full_backward_stages),
         randomness=randomness,
         heads=heads,
         compiling=making.compiling,
-        keep_little=keep_little,
+        apply_checkpointing=apply_checkpointing,
         budget=making.budget(plan, zero),
         shapes=shapes,
-        layout=making.lay_out(plan, zero),
+        layout=making.shard_layout(plan, zero),
     )
 
 
@@ -269,8 +271,8 @@ class _Making:
             for block in (plan.blocks if self._config.activations.fused_loss == "auto" else ())
         }
         tp = self._mesh.sliced("tp").mesh.flatten().tolist()
-        meet = partial(self._rendezvous.meet, tp, in_steps=True)
-        return FusedHeads(planned, MeshAxis(self._mesh.axis("tp")) if len(tp) > 1 else None, meet)
+        sync_check = partial(self._rendezvous.sync_check, tp, in_steps=True)
+        return FusedHeads(planned, MeshAxis(self._mesh.axis("tp")) if len(tp) > 1 else None, sync_check)
 
     def runner(
         self,
@@ -281,7 +283,7 @@ class _Making:
         randomness: StepRandomness,
         heads: FusedHeads,
         offload: Offload | None,
-        unsplit: set[int],
+        full_backward_stages: set[int],
     ) -> StepRunner:
         """Pipeline: runs steps in microbatches, or inline, or at once."""
         module, mesh, precision, device = self._module, self._mesh, self._precision, self._device
@@ -299,7 +301,7 @@ class _Making:
             device=device,
             around_backward=zero.stage_backward,
             wait=self._wait,
-            unsplit=unsplit,
+            full_backward_stages=full_backward_stages,
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
             has_budget=self._config.activations.plans_memory,
             sit_out=lambda fqns: zero.sit_out([self.blocks[fqn] for fqn in fqns]),
@@ -329,7 +331,7 @@ class _Making:
         ranks, met, around = self._sharing(zero), self._rendezvous, zero.root.around
         calls = CallsBetweenSteps(inline, ranks, met, around, has_backward=has_backward)
         for fqn in homes:
-            running(self.blocks[fqn]).joined = calls.run
+            running(self.blocks[fqn]).pipeline_exchange = calls.run
         return inline
 
     def _sharing(self, zero: Zero) -> list[int]:
@@ -351,7 +353,7 @@ class _Making:
             num_sharing=zero.num_sharing,
         )
 
-    def lay_out(self, plan: Plan, zero: Zero) -> Layout:
+    def shard_layout(self, plan: Plan, zero: Zero) -> Layout:
         """Let the model, and copies of it that callbacks hold, answer for the parts that this rank has of them."""
         mesh, device, met = self._mesh, self._device, self._rendezvous
         copies: list[nn.Module] = []
@@ -363,7 +365,7 @@ class _Making:
         for module in (self._module, *copies):
             answer_for_parts(module, met, stages)
         layout = Layout(self._module, mesh, device, copies)
-        lay_out(layout)
+        shard_layout(layout)
         return layout
 
 
@@ -373,24 +375,26 @@ def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -
         axes = ("dp_shard", "tp") if isinstance(block, FSDPModule) else ("tp",)
         ranks = mesh.sliced(*axes).mesh.flatten().tolist()
         if len(ranks) > 1 and holds_parts(block):
-            running(block).meet = partial(rendezvous.meet, ranks, in_steps=not isinstance(block, FSDPModule))
+            running(block).sync_check = partial(
+                rendezvous.sync_check, ranks, in_steps=not isinstance(block, FSDPModule)
+            )
 
 
-def _keep_little(
+def _apply_checkpointing(
     own: Mapping[str, nn.Module],
     config: ThreeDConfig,
     mesh: Mesh,
     device: torch.device,
     offload: Offload | None,
-    unsplit: set[int],
+    full_backward_stages: set[int],
     plan: Plan,
 ) -> None:
-    """Let this rank's blocks be computed again in their backwards, and offload what they keep, as planned."""
+    """Apply activation checkpointing and offload to this rank's blocks, as planned."""
     generators = Generators(device)
-    keep = KeptTensor if offload is None else offload.keep
-    inputs = PartitionedInputs(mesh.group("tp"), keep).kept if config.activations.partition else nullcontext
-    unsplit.clear()
-    unsplit.update(range(plan.num_stages) if config.compile.enabled else plan.recomputing_stages)
+    keep = SavedTensor if offload is None else offload.keep
+    inputs = PartitionedInputs(mesh.group("tp"), keep).saved if config.activations.partition else nullcontext
+    full_backward_stages.clear()
+    full_backward_stages.update(range(plan.num_stages) if config.compile.enabled else plan.recomputing_stages)
     for block in plan.blocks:
         if block.fqn not in own:
             continue

@@ -82,7 +82,7 @@ class PendingGradients:
         assert self._new is not None
         assert loss.grad is not None
         self._zero.add_gradients(self._new, scale=loss.grad.reshape(()))
-        self._zero.show_gradients()
+        self._zero.gather_grads()
         self._new = None
 
 

@@ -22,6 +22,7 @@ from lightning_3d.distributed.mesh import (
     Mesh,
     MeshShape,
     forget_meshes,
+    refuse_unbuilt,
     resolve_mesh_shape,
     shared_mesh,
     warn_of_slow_groups,
@@ -132,7 +133,8 @@ class RanksStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
+        # Raises before any process is started.
+        refuse_unbuilt(resolve_mesh_shape(self.config, self.num_nodes * self.num_processes))
         refuse_offload(self.config.activations, self.root_device)
         is_on_one_gpu = self.num_processes == 1 and self.root_device.type != "cpu"  # which may be in use already
         if is_forked(self.cluster_environment, self._start_method) and not is_on_one_gpu:
@@ -244,7 +246,7 @@ class RanksStrategy(ParallelStrategy):
         if self._is_alone:
             return
         refuse_in_stages(self.mesh, "barrier")
-        self._met.pass_point()
+        self._met.sync_point()
         device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
         dist.barrier(device_ids=device_ids)
 
@@ -253,7 +255,7 @@ class RanksStrategy(ParallelStrategy):
         if self._is_alone:
             return obj
         refuse_in_stages(self.mesh, "broadcast")
-        self._met.pass_point()
+        self._met.sync_point()
         return broadcast_object(obj, self.root_device, src=src)
 
     @override
@@ -261,13 +263,13 @@ class RanksStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
         if group is None:  # else not all ranks need come here
-            self._met.pass_point()
+            self._met.sync_point()
         return reduce(tensor, self.mesh, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if group is None:
-            self._met.pass_point()
+            self._met.sync_point()
         return all_gather(tensor, self.mesh, group, sync_grads=sync_grads)
 
     @override
@@ -275,7 +277,7 @@ class RanksStrategy(ParallelStrategy):
         """Decide over all ranks."""
         if self._is_alone:
             return decision
-        self._met.pass_point()
+        self._met.sync_point()
         flag = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)

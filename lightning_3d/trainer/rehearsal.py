@@ -1,8 +1,8 @@
-"""Rehearsing what comes before the first step, for steps that can't be traced without it.
+"""Runs the hooks and makes the optimizers that precede the first step; undoes them on exit.
 
 Planning traces a step before there are optimizers, and before the hooks that a loop calls first. Most steps read
-neither. For one that fails without, optimizers are made and those hooks are called, all to be undone and done again at
-their time. Hooks of callbacks of Lightning and of this package leave nothing that a step reads.
+neither. For one that can't be traced without, optimizers are made and those hooks are called, and again at their time.
+Hooks of callbacks of Lightning and of this package leave nothing that a step reads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from lightning_3d.torch_internals.modules import attributes_replaced
 
 
 @contextmanager
-def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[None]:
+def with_simulated_fit_start(
+    trainer: Trainer, module: LightningModule, step: str, batch: Any, rest: Sequence[Any]
+) -> Iterator[None]:
     """Let the module and its Trainer be inside as the first call of a step finds them.
 
     Args:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import host_memory
 from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
-from lightning_3d.memory.rank_memory import HeldMemory
+from lightning_3d.memory.rank_memory import StaticMemory
 from lightning_3d.planning.summary import batch_norms_text, layout_text
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.trainer.parallel_model import ParallelModel
@@ -89,7 +89,7 @@ def tell_layout(
             rank_zero_info(norms)
         return
     held = parallel.held(config, optimizers)
-    rank_zero_info(layout_text(parallel.plan, HeldMemory.most(held.of_ranks(None, device)), held.num_sharing))
+    rank_zero_info(layout_text(parallel.plan, StaticMemory.most(held.of_ranks(None, device)), held.num_sharing))
 
 
 def report_table(reports: Sequence[RankReport]) -> Table:

@@ -29,7 +29,7 @@ from lightning_3d.trainer.user_clipping import clipping_joined
 
 
 def open_before_layout(session: ExitStack, dataclasses: list[type[Any]], resuming: Resuming | None) -> None:
-    """Enter what holds in any layout.
+    """Apply the patches that are needed before the layout is known: dataclasses as pytrees, hooks of resuming.
 
     Args:
         dataclasses: Those that steps of the model passed around in earlier runs.
@@ -44,7 +44,7 @@ def open_before_planning(session: ExitStack, config: ThreeDConfig, mesh: Mesh) -
     """Enter what holds from before a model is made parallel on a mesh."""
     _enter(
         session,
-        (True, lambda: metrics_joined(mesh.group("dp"))),
+        (True, lambda: metrics_joined(mesh.group("samples"))),
         (mesh.shape.dp == 1, logging_as_alone),
         (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
         (config.compile.enabled, modules_watched),

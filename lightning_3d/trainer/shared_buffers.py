@@ -30,7 +30,8 @@ class SharedBuffers:
 
     def __init__(self, module: nn.Module, mesh: Mesh, device: torch.device) -> None:
         self._module, self._device = module, device
-        self._group, self._is_first = mesh.group("dp"), mesh.dp_rank == 0
+        self._group = mesh.group("state")
+        self._is_first = dist.get_rank(self._group) == 0
         found = _local_buffers(module) if mesh.shape.dp > 1 else {}
         kinds = {fqn: (buffer.shape, buffer.dtype) for fqn, buffer in found.items()}
         if mesh.shape.dp > 1:

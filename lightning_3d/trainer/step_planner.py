@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.agreement import alike, on_one_rank
+from lightning_3d.distributed.agreement import on_one_rank, raise_on_all_ranks
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.snapshot import preserved
@@ -70,7 +70,7 @@ class StepPlanner:
             return self._inline(config, unfollowed_text(error))
 
     def _in_stages(self, config: ThreeDConfig) -> Planned:
-        with alike():  # the user's code may fail on one rank alone
+        with raise_on_all_ranks():  # the user's code may fail on one rank alone
             looked = self._look_at_stages(config)
         return self._decided(config, *looked)
 

@@ -88,14 +88,14 @@ class WholeModelRunner(StepRunner):
         output = self._run(TRAINING, batch, rest, number=number)
         if not self._module.automatic_optimization:
             self._steps_by_hand = False
-            self._zero.leave_step()
+            self._zero.stop_sync()
         elif self._module.trainer.world_size > 1:  # else no rank waits for another, and a step may skip its backward
             check_loss(output)
         return output
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         output = self._run(name, batch, rest, number=number)
-        self._zero.settle()
+        self._zero.wait_params()
         return output
 
     def _run(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
@@ -115,7 +115,7 @@ class WholeModelRunner(StepRunner):
             yield
         self._zero.after_backward()
         if not self._steps_by_hand:
-            self._zero.leave_step()
+            self._zero.stop_sync()
 
     def after_optimizer_step(self) -> None:
         if self._inline is not None:
@@ -194,7 +194,7 @@ class PipelineRunner(StepRunner):
             except StepFailed as error:
                 failed = error
             finally:
-                self._zero.settle()
+                self._zero.wait_params()
             self._leave(name, failed, is_final=True)
         return self._fallback.evaluate(name, batch, rest, number=number)
 

@@ -42,7 +42,9 @@ class StepsStrategy(RanksStrategy):
         self._trained: TrainedOptimizers | None = None  # in a fit
         super().__init__(config, backend, timeout, heartbeat_timeout, start_method)
         self._parallel: ParallelModel | None = None
-        self._early: Mapping[nn.Parameter, str] = {}  # names of parameters from before it was made parallel
+        self._names_before_sharding: Mapping[
+            nn.Parameter, str
+        ] = {}  # names of parameters from before it was made parallel
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
         self._accumulating = False
         self._is_stepping = False  # inside of a step method of the user's
@@ -108,7 +110,7 @@ class StepsStrategy(RanksStrategy):
     def _leave_optimizers(self) -> None:
         """Let other optimizers take their place; gradients that have accumulated are whole, and theirs."""
         self._parts.zero.shows_gradients = True
-        self._parts.zero.show_gradients()
+        self._parts.zero.gather_grads()
         if self._trained is not None:
             self._trained.close()
             self._trained = None
@@ -117,7 +119,7 @@ class StepsStrategy(RanksStrategy):
         self._trained = TrainedOptimizers(
             optimizers,
             self._parts,
-            self._early,
+            self._names_before_sharding,
             trainer=trainer,
             module=self._module,
             config=self.config,
@@ -168,13 +170,13 @@ class StepsStrategy(RanksStrategy):
     @contextmanager
     def _stepping(self, *, are_buffers_due: bool) -> Iterator[None]:
         """Around a step, after which buffers may be due to be shared."""
-        self._met.pass_point()
+        self._met.sync_point()
         self._num_steps += 1
         self._parts.zero.begin_forward()
         self._parts.buffers.before_step(are_due_after=are_buffers_due)
         self._is_stepping = True
         try:
-            with self._met.agreed():
+            with self._met.in_lockstep():
                 yield
         finally:
             self._is_stepping = False
@@ -189,7 +191,7 @@ class StepsStrategy(RanksStrategy):
         if not self._module.automatic_optimization:
             self._precision.after_manual_backward()
         if not self._accumulating:
-            self._parts.zero.settle()
+            self._parts.zero.wait_params()
         return loss
 
     @override
@@ -213,11 +215,11 @@ class StepsStrategy(RanksStrategy):
         Raises:
             StepError: a rank calls it alone.
         """
-        self._met.meet(range(self.mesh.shape.world_size), "gradient_norm")
+        self._met.sync_check(range(self.mesh.shape.world_size), "gradient_norm")
         return self._parts.gradients.norm(norm_type=norm_type)
 
     def _norm_of(self, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
-        self._met.meet(range(self.mesh.shape.world_size), "a norm of gradients, as clip_grad_norm_ takes it")
+        self._met.sync_check(range(self.mesh.shape.world_size), "a norm of gradients, as clip_grad_norm_ takes it")
         return self._parts.gradients.norm(parameters, norm_type)
 
     def measure_steps(self, recorder: SpanRecorder | None) -> None:
@@ -227,7 +229,7 @@ class StepsStrategy(RanksStrategy):
 
     def settle(self) -> None:
         """Wait for what the last step still communicates."""
-        self._parts.zero.settle()
+        self._parts.zero.wait_params()
         self._parts.guard.settle()
 
     def start_timeline(self) -> None:

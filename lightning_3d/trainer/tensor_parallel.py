@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.config.tensor import TensorConfig
-from lightning_3d.distributed.agreement import alike
+from lightning_3d.distributed.agreement import raise_on_all_ranks
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.model.block_runner import Compiled
 from lightning_3d.model.initial_weights import move_parameters, put_back
@@ -81,7 +81,7 @@ def _failures(
         if key not in proofs:
             args, kwargs = example_inputs(inputs[fqn], TensorMeta.as_seen)
             with wait(f"Proving {fqn}, block {number} of {len(own)}"), ExitStack() as moved:
-                with alike(mesh.axis("tp").get_group()):
+                with raise_on_all_ranks(mesh.axis("tp").get_group()):
                     moved.enter_context(_on_device(observed.module, block, device, is_empty))
                 proofs[key] = verify_block(
                     block,

@@ -66,8 +66,8 @@ def refuse_in_stages(mesh: Mesh, name: str) -> None:
 
 
 def _group(mesh: Mesh, group: Any, name: str) -> Any:
-    if is_of_all(group, mesh.group("dp")):
-        return mesh.group("dp")
+    if is_of_all(group, mesh.group("samples")):
+        return mesh.group("samples")
     if mesh.shape.pp > 1 and present_step() is not None:
         raise StepError(
             f"{name} over a group of its own was called in a step, but with a pipeline one stage calls it, and not"

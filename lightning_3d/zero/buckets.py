@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.torch_internals.tensors import HALVES
+from lightning_3d.zero.dp_comm import DPComm, Wait
 from lightning_3d.zero.power_sgd import PowerSGD
-from lightning_3d.zero.replicas import Replicas, Wait
 from lightning_3d.zero.shard import RankShard, plain
 
 
@@ -58,7 +58,7 @@ class _Place:
 
     def own(self, part: Tensor) -> Tensor:
         """This rank's rows, of its part of the row that it got; nothing of that part is kept where there are none."""
-        if self.shard.is_elsewhere:
+        if self.shard.owned_by_other:
             return part.new_empty(self.own_shape)
         return part[: self.own_shape.numel()].view(self.own_shape)
 
@@ -73,12 +73,12 @@ class Bucket:
     """
 
     def __init__(
-        self, shards: Sequence[RankShard], replicas: Replicas, dtype: torch.dtype, compression: PowerSGD | None = None
+        self, shards: Sequence[RankShard], replicas: DPComm, dtype: torch.dtype, compression: PowerSGD | None = None
     ) -> None:
         self.parameters: tuple[nn.Parameter, ...] = tuple(shard.parameter for shard in shards)
         self._replicas, self._dtype, self._device = replicas, dtype, plain(shards[0].parameter).device
         self._compression, self._scale = compression, 1.0 / replicas.size if compression is None else 1.0
-        self._num_rows = replicas.num_shards if shards[0].is_dealt else 1
+        self._num_rows = replicas.num_shards if shards[0].is_sharded else 1
         self._owner = shards[0].owner
         self._places = [_Place(shard, self._num_rows) for shard in shards]
         self._widths = [*(shard.elements_per_rank for shard in shards), len(shards)]
@@ -200,7 +200,7 @@ def bucket_bytes_of(total: int) -> float:
 
 def make_buckets(
     shards: Iterable[RankShard],
-    replicas: Replicas,
+    replicas: DPComm,
     *,
     num_bytes: float,
     dtype: torch.dtype | None,
@@ -218,7 +218,7 @@ def make_buckets(
     sizes: Counter[tuple[torch.dtype, torch.device, bool, int | None]] = Counter()
     for shard in shards:
         held = plain(shard.parameter)
-        key = held.dtype, held.device, shard.is_dealt, shard.owner
+        key = held.dtype, held.device, shard.is_sharded, shard.owner
         open_buckets.setdefault(key, []).append(shard)
         sizes[key] += held.nbytes
         if sizes[key] >= num_bytes:

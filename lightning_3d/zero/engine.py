@@ -84,7 +84,7 @@ class Zero(ABC):
         return ()
 
     @abstractmethod
-    def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
+    def assign_shards(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
         """Settle which part of each parameter its optimizer steps, before training; ends with `release`."""
 
     @abstractmethod
@@ -141,17 +141,17 @@ class Zero(ABC):
         """Without a pipeline: after Lightning has run the backward of a loss."""
 
     @abstractmethod
-    def leave_step(self) -> None:
+    def stop_sync(self) -> None:
         """Without a pipeline: after the last backward of a step; those that follow are not Lightning's."""
 
     @abstractmethod
-    def reduce_late(self) -> None:
-        """Before an optimizer's step: reduce gradients of the user's own backwards between steps; every rank calls it
-        and has run the same ones.
+    def sync_stray_grads(self) -> None:
+        """Reduce gradients that the user's code accumulated outside of ``training_step``; a collective, called before
+        ``optimizer.step``, of ranks that have run the same backwards.
         """
 
     @abstractmethod
-    def show_gradients(self) -> None:
+    def gather_grads(self) -> None:
         """After a backward: make the gradients whole if they may be seen; every rank calls it."""
 
     @abstractmethod
@@ -159,11 +159,11 @@ class Zero(ABC):
         """Before any step of the user's module."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Bring all parameters to where they are between steps."""
+    def wait_params(self) -> None:
+        """Wait for all-gathers of parameters; at stage 3 reduce gradients outside of units, and reshard every unit."""
 
     @abstractmethod
-    def begin_gather(self, parameters: Iterable[nn.Parameter]) -> None:
+    def all_gather_params(self, parameters: Iterable[nn.Parameter]) -> None:
         """After an optimizer has stepped its shards of these parameters."""
 
     # ---- gradients

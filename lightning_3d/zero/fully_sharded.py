@@ -25,14 +25,14 @@ from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import base_of
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets, reduce_dtype
+from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.outside_reads import OutsideReads, mark_whole
 from lightning_3d.zero.reducer import GradientReducer
-from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
-from lightning_3d.zero.written_back import Slot, WrittenBack
+from lightning_3d.zero.shard_writeback import ShardWriteback, Slot
 
 
 def is_shardable(parameter: nn.Parameter) -> bool:
@@ -76,11 +76,11 @@ class FullySharded(Zero):
         self._keeps_graph = False  # a backward inside of the step has a graph, which the next backward reads
         self._casts = False  # gradients are cast to be reduced
         self._keeps = keeps
-        self._replicas, self._dtype, self._mesh = Replicas(mesh), config.dtype, mesh
+        self._replicas, self._dtype, self._mesh = DPComm(mesh), config.dtype, mesh
         self._reads = OutsideReads(self._replicas, config.dtype, device)
         self.root.gathered = self._reads.gathered
         self.root.around = self._step
-        self._written: dict[nn.Module, WrittenBack] = {}
+        self._written: dict[nn.Module, ShardWriteback] = {}
         wholes = {fqn: self._reads.describe(p) for fqn, p in module.named_parameters() if not p.is_meta}
         self._replicated, apart = self._shard_units(chains, offload, root_takes_all=not optimizes_manually)
         for parameter in apart:
@@ -129,7 +129,7 @@ class FullySharded(Zero):
                 ignored_params={p for p in module.parameters() if p.is_meta or p in replicated or p in apart},
             )
             size, rank = self._replicas.num_shards, self._replicas.shard_rank
-            self._written[module] = WrittenBack(slots, size=size, rank=rank)
+            self._written[module] = ShardWriteback(slots, size=size, rank=rank)
         return replicated, apart
 
     def _reduce_dtype(self, parameters: Set[nn.Parameter]) -> torch.dtype | None:
@@ -159,7 +159,7 @@ class FullySharded(Zero):
                 unit.take()
 
     @override
-    def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
+    def assign_shards(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
         self.release()
         if self._casts:  # a backward without reduction then fails in torch 2.13 for units that were never gathered
             for unit in self._units:
@@ -240,12 +240,12 @@ class FullySharded(Zero):
             loss.register_hook(self._begin_backward)
 
     @override
-    def leave_step(self) -> None:
+    def stop_sync(self) -> None:
         if self._reducer is not None:
             self._reducer.is_on = False
 
     @override
-    def reduce_late(self) -> None:
+    def sync_stray_grads(self) -> None:
         if self._reducer is not None:
             self._reducer.flush_late()
 
@@ -277,11 +277,11 @@ class FullySharded(Zero):
             finish_backward(self._fsdp)
 
     @override
-    def show_gradients(self) -> None:
+    def gather_grads(self) -> None:
         """Nothing: ``grad`` is the shard of the gradient, a DTensor like the parameter."""
 
     @override
-    def begin_gather(self, parameters: Iterable[nn.Parameter]) -> None:
+    def all_gather_params(self, parameters: Iterable[nn.Parameter]) -> None:
         """Nothing: units gather their parameters when they run."""
 
     @property
@@ -299,7 +299,7 @@ class FullySharded(Zero):
             self._half.begin_step()
 
     @override
-    def settle(self) -> None:
+    def wait_params(self) -> None:
         self._reads.reduce()
         reset(self._fsdp, self.shards)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.zero.replicas import Replicas, Wait
+from lightning_3d.zero.dp_comm import DPComm, Wait
 from lightning_3d.zero.shard import RankShard
 
 _IN_PLACE_BYTES = 2**20  # a collective of its own costs more than the copies of a smaller one
@@ -33,7 +33,7 @@ _ABOUT = {  # what a parameter says of itself without its values
 class PendingParameter(nn.Parameter):
     """A parameter whose values are on their way; what reads them waits for them and makes it an ``nn.Parameter``."""
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the values."""
         vars(self)["_arrival"].finish()
 
@@ -42,17 +42,17 @@ class PendingParameter(nn.Parameter):
         if func not in _ABOUT:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, PendingParameter):
-                    value.arrive()
+                    value.wait()
             return func(*args, **(kwargs or {}))
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.arrive()
+        self.wait()
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        self.arrive()
+        self.wait()
         return self.__reduce_ex__(protocol)
 
 
@@ -60,7 +60,7 @@ def wait_for(parameters: Iterable[nn.Parameter]) -> None:
     """Wait for the values of these that are on their way."""
     for parameter in parameters:
         if isinstance(parameter, PendingParameter):
-            parameter.arrive()
+            parameter.wait()
 
 
 class _Arrival:
@@ -82,7 +82,7 @@ class _Arrival:
         if self._place is not None:
             self._place()
 
-    def go_on(self) -> None:
+    def defer_wait(self) -> None:
         if all(type(tensor) is nn.Parameter for tensor in self._tensors):
             for tensor in self._tensors:
                 vars(tensor)["_arrival"] = self
@@ -94,7 +94,7 @@ class _Arrival:
 class Gathering:
     """Gathers tensors of which each rank has its own rows."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: DPComm) -> None:
         self._replicas = replicas
         self._arrivals: list[_Arrival] = []
 
@@ -147,10 +147,10 @@ class Gathering:
 
         return _Arrival([tensor for _, tensor in together], self._replicas.all_gather(result, row), place)
 
-    def go_on(self) -> None:
+    def defer_wait(self) -> None:
         """Let the program go on: values arrive when they are read."""
         for arrival in self._arrivals:
-            arrival.go_on()
+            arrival.defer_wait()
 
     def finish(self) -> None:
         """Wait for all that is on its way."""

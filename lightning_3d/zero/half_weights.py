@@ -32,7 +32,7 @@ from lightning_3d.torch_internals.dispatch import (
 from lightning_3d.torch_internals.fsdp import UnitParameter, parameters_of_unit, when_gathered
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import make_wrapper_like, no_torch_function, storage_of
-from lightning_3d.zero.replicas import Replicas
+from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.shard import plain
 
 
@@ -120,7 +120,7 @@ class HalfWeights:
     def __init__(
         self,
         units: Sequence[FSDPModule],
-        replicas: Replicas,
+        replicas: DPComm,
         dtype: torch.dtype,
         device: torch.device,
         value: Callable[[Any], Tensor],

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import is_shard
+from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
@@ -47,7 +47,7 @@ class LocalSteps:
         check: Callable[[Optimizer], None],
         offload: OffloadedSteps | None,
         masters: MasterWeights | None,
-        alike: KeptAlike | None,
+        alike: TPReplicaSync | None,
     ) -> None:
         self._check, self._alike = check, alike
         self._zero, self._offload, self._masters = zero, offload, masters
@@ -60,7 +60,7 @@ class LocalSteps:
 
     @contextmanager
     def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Change the steps of these optimizers inside."""
+        """Inside, ``step()`` of these optimizers sees this rank's plain shards in ``param_groups``."""
         self._optimizers = optimizers
         for optimizer in optimizers:
             self._take_own_rows(optimizer)
@@ -91,15 +91,15 @@ class LocalSteps:
         """Make master weights where they are to lie, one after the other, and move all other states there."""
         assert self._offload is not None
         for parameter in self._parameters(optimizer):
-            if parameter.requires_grad and not self._zero.shards[parameter].is_elsewhere:
+            if parameter.requires_grad and not self._zero.shards[parameter].owned_by_other:
                 self._make_master(optimizer, parameter, self._offload)
-        self._offload.bring_home(optimizer)
+        self._offload.to_host(optimizer)
 
     def _make_master(self, optimizer: Optimizer, parameter: nn.Parameter, offload: OffloadedSteps) -> None:
         if self._masters is not None and self._is_widened(parameter):
             own = self._zero.shards[parameter].own(parameter)
             if self._masters.make(optimizer, parameter, own):
-                offload.bring_home(optimizer, parameter)
+                offload.to_host(optimizer, parameter)
 
     def _state_place(self, parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
         device = plain(parameter).device if self._offload is None else torch.device("cpu")
@@ -113,7 +113,7 @@ class LocalSteps:
         for parameter, state in list(optimizer.state.items()):
             if not isinstance(parameter, nn.Parameter) or parameter not in self._zero.shards:
                 continue
-            if self._zero.shards[parameter].is_elsewhere:
+            if self._zero.shards[parameter].owned_by_other:
                 del optimizer.state[parameter]
             else:
                 own = self._zero.shards[parameter].own
@@ -153,7 +153,7 @@ class LocalSteps:
         if self._offload is not None:
             self._offload.finish()
         parameters = self._parameters(optimizer)
-        self._zero.begin_gather(_trained(parameters))
+        self._zero.all_gather_params(_trained(parameters))
         self._zero.drop_gradients([*parameters, *self._unused()])
         self._unfinished.discard(optimizer)
 
@@ -165,8 +165,8 @@ class LocalSteps:
     def _enter(self, optimizer: Optimizer) -> None:
         self._check(optimizer)
         self._unfinished.add(optimizer)
-        self._zero.settle()
-        self._zero.reduce_late()
+        self._zero.wait_params()
+        self._zero.sync_stray_grads()
         if self._offload is not None:
             parts = self._offloaded(optimizer, self._offload)
             self._swapped[optimizer] = self._offload.enter(optimizer, parts)
@@ -175,7 +175,7 @@ class LocalSteps:
         whole: list[Tensor] = []
         with DisableTorchFunctionSubclass():  # of parameters as they are held
             for parameter in self._parameters(optimizer):
-                if self._zero.shards[parameter].is_elsewhere:
+                if self._zero.shards[parameter].owned_by_other:
                     swapped[parameter] = None
                     continue
                 gradient = self._gradient(parameter)
@@ -196,7 +196,7 @@ class LocalSteps:
                 rounded: Tensor | None = None
                 if parameter not in self._zero.shards:
                     part, gradient = parameter, parameter.grad
-                elif self._zero.shards[parameter].is_elsewhere:
+                elif self._zero.shards[parameter].owned_by_other:
                     continue
                 elif (gradient := self._zero.gradient(parameter)) is not None:
                     self._make_master(optimizer, parameter, offload)  # of a group that was added in training
@@ -222,7 +222,7 @@ class LocalSteps:
         own = shard.own(parameter)
         if widens and self._masters is not None and self._is_widened(parameter):
             self._lent.setdefault(optimizer, []).append(parameter)
-            return self._masters.lend(optimizer, parameter, own, follows=self._offload is None)
+            return self._masters.checkout(optimizer, parameter, own, follows=self._offload is None)
         if before is None or before.shape != own.shape or before.dtype != own.dtype or before.device != own.device:
             before = self._parts[parameter] = shard.to_step()
         elif before.data_ptr() != own.data_ptr():
@@ -255,7 +255,7 @@ class LocalSteps:
         for parameter in self._lent.pop(optimizer, ()):
             assert self._masters is not None
             own = self._zero.shards[parameter].own(parameter)
-            self._masters.take_back(optimizer, parameter, own, rounds=self._offload is None)
+            self._masters.commit(optimizer, parameter, own, rounds=self._offload is None)
 
 
 def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -47,7 +47,9 @@ class MasterWeights:
         return True
 
     @torch.no_grad()
-    def lend(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor, *, follows: bool = True) -> nn.Parameter:
+    def checkout(
+        self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor, *, follows: bool = True
+    ) -> nn.Parameter:
         """The fp32 parameter to step, taken out of the optimizer's state.
 
         Args:
@@ -58,7 +60,7 @@ class MasterWeights:
         if values is None or values.shape != own.shape:
             values = own.float()
         elif follows:
-            follow(values, own)
+            refresh_master(values, own)
         stepped = self._stepped.setdefault(parameter, nn.Parameter(values))
         stepped.requires_grad_(parameter.requires_grad)
         stepped.grad = None
@@ -76,7 +78,7 @@ class MasterWeights:
         return values
 
     @torch.no_grad()
-    def take_back(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor, *, rounds: bool = True) -> None:
+    def commit(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor, *, rounds: bool = True) -> None:
         """Round what was stepped into the 16-bit part; the optimizer's state is that of the parameter again.
 
         Args:
@@ -90,7 +92,7 @@ class MasterWeights:
         optimizer.state[parameter][MASTER] = values
 
 
-def follow(values: Tensor, own: Tensor) -> None:
+def refresh_master(values: Tensor, own: Tensor) -> None:
     """Change master weights where the 16-bit part, on their device, is no longer what they round to.
 
     Compared by value, as version counters do not tell of what is written to ``parameter.data``.

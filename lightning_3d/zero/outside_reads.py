@@ -3,7 +3,7 @@
 FSDP2 gathers a unit's parameters when the unit is called. Code that reaches them in another way (another method of the
 block, its children called one by one, another block that reads its weights, a penalty over ``self.parameters()``) would
 meet shards. So each sharded parameter is marked: what a step computes with it is computed with its full value
-(`for_steps`), gathered there and then, a leaf whose gradient is reduced once the backward has ended.
+(`unsharded`), gathered there and then, a leaf whose gradient is reduced once the backward has ended.
 
     FSDP2's unit      forward: gather | run | free       backward: gather | run | reduce | free
     read outside      read: gather | run                 gradients of all reads, then: reduce
@@ -28,14 +28,14 @@ from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 from lightning_3d.zero.attributes import OWN_PREFIX
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
-from lightning_3d.zero.replicas import Replicas
+from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.shard import RankShard, plain
 
 _WHOLE = f"{OWN_PREFIX}whole"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class ShardedParam:
     """A parameter as it was before it was sharded."""
 
     shard: RankShard
@@ -46,12 +46,12 @@ class Whole:
     reads: OutsideReads
 
 
-def mark_whole(tensor: DTensor, whole: Whole) -> None:
+def mark_whole(tensor: DTensor, whole: ShardedParam) -> None:
     """Let steps compute with the full value of a parameter, or of its ``detach()``."""
     vars(tensor)[_WHOLE] = whole
 
 
-def whole_of(leaf: object) -> Whole | None:
+def whole_of(leaf: object) -> ShardedParam | None:
     """The description of a parameter of which each replica has its rows, and steps compute with all of it."""
     return vars(leaf).get(_WHOLE) if isinstance(leaf, DTensor) else None
 
@@ -62,14 +62,14 @@ def is_read(leaf: object) -> bool:
     return whole is not None and whole.reads.is_on
 
 
-def for_steps(leaf: Any) -> Any:
+def unsharded(leaf: Any) -> Any:
     """The full value in place of such a parameter, as steps compute with it; every replica calls it."""
     whole = whole_of(leaf)
     return leaf if whole is None else whole.reads.full(leaf)
 
 
-def _whole_of(parameter: DTensor) -> Whole:
-    whole: Whole = vars(parameter)[_WHOLE]
+def _whole_of(parameter: DTensor) -> ShardedParam:
+    whole: ShardedParam = vars(parameter)[_WHOLE]
     return whole
 
 
@@ -81,7 +81,7 @@ class OutsideReads:
         device: Where steps run, whatever parameters lie on.
     """
 
-    def __init__(self, replicas: Replicas, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(self, replicas: DPComm, dtype: torch.dtype | None, device: torch.device) -> None:
         self._replicas, self._dtype, self._device = replicas, dtype, device
         self._num_steps = 0  # that run now
         self._cached: dict[DTensor, nn.Parameter] = {}  # gathered in this run of the step
@@ -108,12 +108,12 @@ class OutsideReads:
             if not self.keeps:
                 self.forget()
 
-    def describe(self, parameter: nn.Parameter) -> Whole:
+    def describe(self, parameter: nn.Parameter) -> ShardedParam:
         """Describe a parameter before it is sharded."""
         held = plain(parameter.detach())
         like = nn.Parameter(held.new_empty((), device=self._device).expand(held.shape), held.is_floating_point())
         tensor: Any = parameter if isinstance(parameter, DTensor) else None
-        return Whole(
+        return ShardedParam(
             shard=RankShard(parameter=like, size=self._replicas.num_shards, rank=self._replicas.shard_rank),
             tensor_mesh=None if tensor is None else tensor.device_mesh,
             tensor_placements=() if tensor is None else tuple(tensor.placements),
@@ -126,7 +126,7 @@ class OutsideReads:
         leaves, spec = tree_flatten((args, kwargs))
         if not any(map(whole_of, leaves)):
             return None
-        return tree_unflatten(list(map(for_steps, leaves)), spec)
+        return tree_unflatten(list(map(unsharded, leaves)), spec)
 
     def full(self, parameter: DTensor) -> Tensor:
         """The full value; every replica calls it."""

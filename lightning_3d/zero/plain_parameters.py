@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.config.zero import ZeroConfig
+from lightning_3d.distributed.axes import ROLES
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
+from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.engine import HeldGradients, Zero
 from lightning_3d.zero.gathering import Gathering
 from lightning_3d.zero.master_weights import is_half
@@ -29,7 +31,6 @@ from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.owners import choose_owners, kinds_of
 from lightning_3d.zero.power_sgd import PowerSGD
 from lightning_3d.zero.reducer import GradientReducer
-from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
 
 _POWER_SGD_START = 1000
@@ -61,10 +62,10 @@ class PlainParameters(Zero):
         self._splits_backward = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
-        self._replicas = Replicas(mesh) if mesh.shape.dp > 1 else None
+        self._replicas = DPComm(mesh) if mesh.shape.dp > 1 else None
         self._compressing: dist.ProcessGroup | None = None
         if self._replicas is not None and self._power_sgd_rank is not None:  # its hook goes on in callbacks
-            self._compressing = mesh.groups.make_once(mesh.shape.data_parallel_ranks(), runs_callbacks=True)
+            self._compressing = mesh.groups.make_once(mesh.shape.ranks_along(ROLES["state"]), runs_callbacks=True)
         self.num_sharing = 1 if self._replicas is None else self._replicas.num_shards
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)
@@ -74,7 +75,7 @@ class PlainParameters(Zero):
             self._gathering = Gathering(self._replicas)
 
     @override
-    def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
+    def assign_shards(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
         if self._replicas is None:
             return
         steps = kinds_of(self.root.parameters(), kinds)
@@ -97,7 +98,7 @@ class PlainParameters(Zero):
             buckets = make_buckets(
                 group, self._replicas, num_bytes=num_bytes, dtype=self._dtype, compression=self._compression
             )
-            self._reducers[stage] = GradientReducer(buckets, self._receive, self.show_gradients)
+            self._reducers[stage] = GradientReducer(buckets, self._receive, self.gather_grads)
 
     def _compression(self, index: int) -> PowerSGD | None:
         if self._power_sgd_rank is None or self._compressing is None:
@@ -106,7 +107,7 @@ class PlainParameters(Zero):
 
     @override
     def release(self) -> None:
-        self.settle()
+        self.wait_params()
         for reducer in self._reducers.values():
             reducer.remove()
         self._reducers, self._held = {}, {}
@@ -133,7 +134,7 @@ class PlainParameters(Zero):
         self._splits_backward = splits_backward
         for reducer in self._reducers.values():
             reducer.begin()
-            reducer.is_on = reducer.ends_itself = False
+            reducer.is_on = reducer.sync_at_backward_end = False
 
     @override
     @contextmanager
@@ -167,7 +168,7 @@ class PlainParameters(Zero):
     def set_accumulating(self, accumulating: bool) -> None:
         for reducer in self._reducers.values():
             reducer.begin()
-            reducer.is_on, reducer.ends_itself = self._stage == 2 or not accumulating, True
+            reducer.is_on, reducer.sync_at_backward_end = self._stage == 2 or not accumulating, True
 
     @override
     def before_backward(self, loss: Tensor) -> None:
@@ -175,12 +176,12 @@ class PlainParameters(Zero):
             loss.register_hook(self._begin_backward)
 
     @override
-    def leave_step(self) -> None:
+    def stop_sync(self) -> None:
         for reducer in self._reducers.values():
             reducer.is_on = False
 
     @override
-    def reduce_late(self) -> None:
+    def sync_stray_grads(self) -> None:
         for reducer in self._reducers.values():
             reducer.flush_late()
 
@@ -189,7 +190,7 @@ class PlainParameters(Zero):
             reducer.begin_backward()
 
     @override
-    def show_gradients(self) -> None:
+    def gather_grads(self) -> None:
         if self._replicas is None or not self.shows_gradients or not self._held:
             return
         shards = [self.shards[parameter] for parameter in self._held]
@@ -208,19 +209,19 @@ class PlainParameters(Zero):
 
     @override
     def begin_forward(self) -> None:
-        self.settle()
+        self.wait_params()
 
     @override
-    def settle(self) -> None:
+    def wait_params(self) -> None:
         if self._replicas is not None:
             self._gathering.finish()
 
     @override
-    def begin_gather(self, parameters: Iterable[nn.Parameter]) -> None:
+    def all_gather_params(self, parameters: Iterable[nn.Parameter]) -> None:
         shards = [self.shards[parameter] for parameter in parameters if self.shards[parameter].size > 1]
         if shards:
             self._gathering.begin(shards, [shard.parameter for shard in shards])
-            self._gathering.go_on()
+            self._gathering.defer_wait()
 
     # ---- gradients
 

@@ -28,7 +28,7 @@ class GradientReducer:
     Args:
         buckets: In the order in which their gradients are expected.
         give: Takes this rank's part of a reduced gradient.
-        backward_ended: Called after a backward that was reduced to its end, which `ends_itself` asks for.
+        backward_ended: Called after a backward that was reduced to its end, which `sync_at_backward_end` asks for.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GradientReducer:
         self._buckets, self._give, self._backward_ended = list(buckets), give, backward_ended
         self.is_on = False
         """Whether backwards reduce, as those of steps; else gradients accumulate in the parameters."""
-        self.ends_itself = True
+        self.sync_at_backward_end = True
         """Whether the end of a backward reduces what is left and waits for all; else `launch_rest` and `collect` do."""
         self._is_late = False  # gradients have accumulated since the last reduction
         self._num_launched = 0
@@ -81,7 +81,7 @@ class GradientReducer:
         """In a hook of a backward, before its gradients come."""
         if self.is_on and self._backward is None:
             self._backward = current_backward()
-            if self.ends_itself:
+            if self.sync_at_backward_end:
                 when_backward_ends(self._end)
 
     def _accumulated(self, bucket: Bucket, index: int, parameter: Tensor) -> None:

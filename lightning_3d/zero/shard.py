@@ -44,12 +44,12 @@ class RankShard:
     """Index among them of the one that steps all of it; None where its rows are dealt."""
 
     @cached_property
-    def is_dealt(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether each rank has some of the rows."""
         return self.size > 1 and self.owner is None
 
     @property
-    def is_elsewhere(self) -> bool:
+    def owned_by_other(self) -> bool:
         """Whether another rank steps all of it, so that this one's optimizers do not know it."""
         return self.owner is not None and self.owner != self.rank
 
@@ -62,7 +62,7 @@ class RankShard:
     @cached_property
     def rows_per_rank(self) -> int:
         """Rows of the first ranks, or of the owner; others may have fewer, or none."""
-        return -(-self.num_rows // self.size) if self.is_dealt else self.num_rows
+        return -(-self.num_rows // self.size) if self.is_sharded else self.num_rows
 
     @cached_property
     def elements_per_rank(self) -> int:
@@ -72,8 +72,8 @@ class RankShard:
     def own(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor like the parameter, plain or a DTensor; a view."""
         held = part_of(tensor).detach()
-        if not self.is_dealt:
-            return held[:0] if self.is_elsewhere else held
+        if not self.is_sharded:
+            return held[:0] if self.owned_by_other else held
         return held[self._own_rows]
 
     @cached_property
@@ -99,7 +99,7 @@ class RankShard:
 
     def like_parameter(self, own: Tensor) -> Tensor:
         """A gradient or a state of `to_step()`'s shape, placed as a part of the full parameter; others as they are."""
-        if not isinstance(self.parameter, DTensor) and not self.is_dealt:
+        if not isinstance(self.parameter, DTensor) and not self.is_sharded:
             return own
         if own.shape != self.own(self.parameter).shape or isinstance(own, DTensor):
             return own

@@ -21,13 +21,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import TraceError
-from lightning_3d.pipeline.batch_loss import BatchLoss, Decision
+from lightning_3d.pipeline.batch_loss import BatchLoss, LossReduction
 from lightning_3d.pipeline.effects import norms
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.zero import fully_sharded
+from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.gradients import Gradients
-from lightning_3d.zero.replicas import Replicas
 from tests.law.cover import Case
 
 Patch = pytest.MonkeyPatch
@@ -113,9 +113,9 @@ def _sum(strategy: ThreeDStrategy) -> None:
 
 def _keep_own(patch: Patch) -> None:
     """Each replica takes its own gradients for those of all."""
-    patch.setattr(Replicas, "all_reduce", lambda self, tensor: lambda: tensor[0] * self.size)
-    patch.setattr(Replicas, "reduce_scatter", lambda self, tensor: lambda: tensor[self.shard_rank] * self.size)
-    patch.setattr(Replicas, "reduce", lambda self, tensor, owner: lambda: tensor[0] * self.size)
+    patch.setattr(DPComm, "all_reduce", lambda self, tensor: lambda: tensor[0] * self.size)
+    patch.setattr(DPComm, "reduce_scatter", lambda self, tensor: lambda: tensor[self.shard_rank] * self.size)
+    patch.setattr(DPComm, "reduce", lambda self, tensor, owner: lambda: tensor[0] * self.size)
 
 
 def _forget_accumulated(patch: Patch) -> None:
@@ -144,7 +144,7 @@ def _clip_locally(patch: Patch) -> None:
 def _weigh_microbatches(patch: Patch) -> None:
     decide = BatchLoss.decide
 
-    def planted(self: BatchLoss, *args: Any, **kwargs: Any) -> Decision:
+    def planted(self: BatchLoss, *args: Any, **kwargs: Any) -> LossReduction:
         decision = decide(self, *args, **kwargs)
         first, *others = decision.weights
         return replace(decision, weights=[1.1 * first, *others])

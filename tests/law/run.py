@@ -21,7 +21,7 @@ from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.checkpoint import export_checkpoint
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.planning.plan import Plan
-from lightning_3d.tensor.placement import marked
+from lightning_3d.tensor.placement import interleaved_parameters
 from tests.collectives import BlockInputs, Sent
 from tests.law.cover import Case
 from tests.law.habits import HABITS, Habit
@@ -109,12 +109,12 @@ def _full(module: torch.nn.Module, pick: Callable[[Tensor], Tensor | None]) -> T
 
     Every rank gathers what it holds itself, so that a copy that is stale on one rank shows there.
     """
-    parts, found = marked(module), {}
+    parts, found = interleaved_parameters(module), {}
     for fqn, tensor in [*module.named_parameters(), *module.named_buffers()]:
         value = None if tensor.is_meta else pick(tensor)
         if value is not None and value.numel():
             full = full_value(value.detach())
-            found[fqn] = (parts[fqn].ungrouped(full) if fqn in parts else full).clone()
+            found[fqn] = (parts[fqn].deinterleaved(full) if fqn in parts else full).clone()
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TAIL = 4000
+LOSS_CODE = 4000
 """Characters of a program's output that an error shows."""
 
 
@@ -65,7 +65,7 @@ def start(
     except subprocess.TimeoutExpired:
         _kill_tree(process.pid)
         output, _ = process.communicate()
-        raise AssertionError(f"still running after {timeout:g} s: {command}\n{output[-TAIL:]}") from None
+        raise AssertionError(f"still running after {timeout:g} s: {command}\n{output[-LOSS_CODE:]}") from None
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

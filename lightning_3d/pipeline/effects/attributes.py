@@ -31,8 +31,8 @@ from typing_extensions import override
 from lightning_3d.model.containers import CONTAINERS, content_of, refill
 from lightning_3d.model.pytrees import is_same
 from lightning_3d.model.snapshot import Snapshot
-from lightning_3d.pipeline.effects.effect import Effect, Place
-from lightning_3d.pipeline.effects.join import unseen
+from lightning_3d.pipeline.effects.effect import Effect, StepContext
+from lightning_3d.pipeline.effects.merge import unseen
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.torch_internals.modules import BUFFERS, UNSAVED_BUFFERS
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -73,7 +73,7 @@ class Attributes(Effect):
 
     @property
     @override
-    def gives_more(self) -> bool:
+    def has_side_effects(self) -> bool:
         return self._snapshot.differs()
 
     @override
@@ -86,7 +86,7 @@ class Attributes(Effect):
 
     @override
     @contextmanager
-    def microbatch(self, place: Place) -> Iterator[None]:
+    def microbatch(self, context: StepContext) -> Iterator[None]:
         try:
             yield
         finally:
@@ -94,7 +94,7 @@ class Attributes(Effect):
             self._snapshot.restore()
 
     @override
-    def collect(self, place: Place) -> dict[_Name, Any]:
+    def collect(self, context: StepContext) -> dict[_Name, Any]:
         for fqn, owner in self._owners.items():
             before, now = self._before[fqn], _attributes(owner)
             for name in dict.fromkeys((*before, *now)):
@@ -103,7 +103,7 @@ class Attributes(Effect):
                     continue
                 if isinstance(value, (type, FunctionType)):
                     self._code[fqn, name] = value
-                elif place.is_last:
+                elif context.is_last:
                     self._found[fqn, name] = self._copied(value)
         return self._found
 
@@ -166,10 +166,10 @@ class Attributes(Effect):
         return [Change(module=fqn, path=path, how=how, new=new)]
 
     @override
-    def apply(self, joined: Sequence[Change], *, is_own: bool) -> None:
+    def apply(self, merged: Sequence[Change], *, is_own: bool) -> None:
         for (fqn, name), value in self._code.items():
             setattr(self._owners[fqn], name, value)
-        for change in joined:
+        for change in merged:
             new = tree_map_only(Tensor, lambda tensor: tensor.to(self._module.device), change.new)
             holder: Any = vars(self._owners[change.module])
             *outer, key = change.path

@@ -31,7 +31,7 @@ from lightning_3d.trace.interception import Router
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class StepContext:
     """Where and what runs."""
 
     stage: int
@@ -40,7 +40,7 @@ class Place:
     is_last: bool
     """Whether it is the last stage, which alone runs the step to its end."""
     is_trace: bool = False
-    also_whole: bool = False
+    runs_on_full_batch: bool = False
     """Whether the step runs on the whole batch, too, besides its microbatches."""
 
 
@@ -53,7 +53,7 @@ class Effect:
         return False
 
     @property
-    def gives_more(self) -> bool:
+    def has_side_effects(self) -> bool:
         """Whether the present microbatch did what can't be joined over microbatches; asked after ``collect``."""
         return False
 
@@ -61,11 +61,11 @@ class Effect:
         """Around a step, of which ``number`` counts all, or its trace."""
         return nullcontext()
 
-    def microbatch(self, place: Place) -> AbstractContextManager[None]:
+    def microbatch(self, context: StepContext) -> AbstractContextManager[None]:
         """Around the user's step on one microbatch; leaves no change behind."""
         return nullcontext()
 
-    def collect(self, place: Place) -> Any:
+    def collect(self, context: StepContext) -> Any:
         """Tensors that the step gave, as they are in it, and other data: a pytree that may hold ghosts.
 
         Called when the user's step has returned, or on other stages than the last when it was left.
@@ -87,7 +87,7 @@ class Effect:
             StepError: the microbatches gave what their trace did not show, and can't be joined.
         """
 
-    def apply(self, joined: Any, *, is_own: bool) -> None:
+    def apply(self, merged: Any, *, is_own: bool) -> None:
         """Do it here.
 
         Args:
@@ -115,16 +115,16 @@ class NotedCalls(Effect, Generic[C]):
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._place: Place | None = None
+        self._place: StepContext | None = None
         self._present: list[C] = []  # of what runs now
         self.in_block: str | None = None
         """A call that a block made in the trace."""
 
     @override
     @contextmanager
-    def microbatch(self, place: Place) -> Iterator[None]:
-        self._place, self._present = place, []
-        if place.is_trace:
+    def microbatch(self, context: StepContext) -> Iterator[None]:
+        self._place, self._present = context, []
+        if context.is_trace:
             self.in_block = None
         try:
             yield
@@ -141,5 +141,5 @@ class NotedCalls(Effect, Generic[C]):
             self._present.append(call)
 
     @override
-    def collect(self, place: Place) -> list[C]:
+    def collect(self, context: StepContext) -> list[C]:
         return self._present

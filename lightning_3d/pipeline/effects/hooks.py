@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_3d.pipeline.effects.effect import Effect, Place
+from lightning_3d.pipeline.effects.effect import Effect, StepContext
 from lightning_3d.torch_internals.modules import forward_hook_registries
 
 
@@ -29,8 +29,8 @@ class LazyHooks(Effect):
 
     @override
     @contextmanager
-    def microbatch(self, place: Place) -> Iterator[None]:
-        if place.is_trace:
+    def microbatch(self, context: StepContext) -> Iterator[None]:
+        if context.is_trace:
             self._traced = []
         first = RemovableHandle.next_id  # keys are handed out ascending
         try:
@@ -40,11 +40,11 @@ class LazyHooks(Effect):
             for registry in self._registries() if registered else ():
                 for key in [key for key in reversed(registry) if key >= first]:
                     hook = registry.pop(key)
-                    if place.is_trace:
+                    if context.is_trace:
                         self._traced.append((registry, key, hook))
 
     @override
-    def apply(self, joined: None, *, is_own: bool) -> None:
+    def apply(self, merged: None, *, is_own: bool) -> None:
         for registry, key, hook in reversed(self._traced):
             registry[key] = hook
         self._traced = []

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_3d.distributed.replica_world import is_of_all
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.effect import NotedCalls
-from lightning_3d.pipeline.effects.join import Joiner, unseen
+from lightning_3d.pipeline.effects.merge import Merger, unseen
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
@@ -73,14 +73,14 @@ class Logs(NotedCalls[LogCall]):
 
     kind = "self.log"
 
-    def __init__(self, module: LightningModule, router: Router, joiner: Joiner) -> None:
+    def __init__(self, module: LightningModule, router: Router, merger: Merger) -> None:
         super().__init__(router)
-        self._module, self._joiner = module, joiner
+        self._module, self._merger = module, merger
         self._metrics = {id(metric): fqn for fqn, metric in metrics_of(module).items()}
 
     @property
     @override
-    def gives_more(self) -> bool:
+    def has_side_effects(self) -> bool:
         return any(call.arguments.get("reduce_fx", "mean") not in _MEANS for call in self._present)
 
     @override
@@ -89,7 +89,7 @@ class Logs(NotedCalls[LogCall]):
 
     def _replicas(self) -> dist.ProcessGroup:
         strategy: Any = self._module.trainer.strategy
-        group: dist.ProcessGroup = strategy.mesh.group("dp")
+        group: dist.ProcessGroup = strategy.mesh.group("samples")
         return group
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
@@ -114,9 +114,9 @@ class Logs(NotedCalls[LogCall]):
         return [self._join(calls, sizes) for calls in zip(*found, strict=True)]
 
     @override
-    def apply(self, joined: Sequence[LogCall], *, is_own: bool) -> None:
+    def apply(self, merged: Sequence[LogCall], *, is_own: bool) -> None:
         device = self._module.device
-        for call in joined:
+        for call in merged:
             value = tree_map_only(Tensor, lambda leaf: leaf.to(device), call.given)
             if isinstance(value, MetricReference):
                 value = self._module.get_submodule(value.fqn)
@@ -130,11 +130,11 @@ class Logs(NotedCalls[LogCall]):
         name, batch_size = first.name, first.batch_size
         if batch_size is not None:
             exact = [torch.as_tensor(call.batch_size, dtype=torch.float64) for call in calls]
-            batch_size = round(self._joiner.number(exact, sizes, f"batch_size of self.log({name!r})", "sum").item())
+            batch_size = round(self._merger.number(exact, sizes, f"batch_size of self.log({name!r})", "sum").item())
         if isinstance(first.given, MetricReference):
             return first._replace(batch_size=batch_size)
 
-        def joined(*values: Any) -> Tensor:
-            return self._joiner.number(values, sizes, f"self.log({name!r})")
+        def merged(*values: Any) -> Tensor:
+            return self._merger.number(values, sizes, f"self.log({name!r})")
 
-        return first._replace(given=tree_map(joined, *(call.given for call in calls)), batch_size=batch_size)
+        return first._replace(given=tree_map(merged, *(call.given for call in calls)), batch_size=batch_size)

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.effect import NotedCalls
-from lightning_3d.pipeline.effects.join import unseen
+from lightning_3d.pipeline.effects.merge import unseen
 from lightning_3d.torch_internals.lightning_helpers import FIXED_NAMES, start_anew
 from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES, attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_map_only
@@ -60,7 +60,7 @@ class Metrics(NotedCalls[MetricCall]):
 
     @property
     @override
-    def gives_more(self) -> bool:
+    def has_side_effects(self) -> bool:
         return bool(self._present)
 
     @override
@@ -112,9 +112,9 @@ class Metrics(NotedCalls[MetricCall]):
         return {fqn: _changes(before[fqn], _state(metric)) for fqn, metric in updated.items()}
 
     @override
-    def apply(self, joined: Mapping[str, Mapping[str, Any]], *, is_own: bool) -> None:
+    def apply(self, merged: Mapping[str, Mapping[str, Any]], *, is_own: bool) -> None:
         device = self._module.device
-        for fqn, attributes in () if is_own else joined.items():
+        for fqn, attributes in () if is_own else merged.items():
             own = vars(self._metrics[fqn])
             for name, value in attributes.items():
                 is_appended = isinstance(value, _Appended)

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_3d.model.block_runner import Call
+from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.model.norm_forward import NormForward
-from lightning_3d.pipeline.effects.effect import Effect, Place
+from lightning_3d.pipeline.effects.effect import Effect, StepContext
 from lightning_3d.pipeline.stage_run import StageExit
 from lightning_3d.torch_internals.modules import BatchNorm, RunningNorm, attributes_replaced, buffers_of
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -92,20 +92,20 @@ class Norms(Effect):
 
     @override
     @contextmanager
-    def microbatch(self, place: Place) -> Iterator[None]:
-        if place.is_trace:  # all state is put back after it
+    def microbatch(self, context: StepContext) -> Iterator[None]:
+        if context.is_trace:  # all state is put back after it
             yield
             return
         if not self._calls:
             for forward in self._forwards:
                 self._patches.enter_context(forward.installed())
-        self._present = self._calls[place.stage, place.microbatch] = defaultdict(list)
+        self._present = self._calls[context.stage, context.microbatch] = defaultdict(list)
         try:
             yield
         finally:
             self._present = None
 
-    def _call(self, fqn: str, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, fqn: str, own: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a norm's forward on copies of its statistics."""
         norm = self._norms[fqn]
         if not _is_updated(norm):
@@ -141,8 +141,8 @@ class Norms(Effect):
         return {(start, i): _of_batch(self._norms[fqn], calls) for i, calls in made if calls}
 
     @override
-    def apply(self, joined: Mapping[str, Mapping[_Position, _Seen]], *, is_own: bool) -> None:
-        for fqn, of_stage in joined.items():
+    def apply(self, merged: Mapping[str, Mapping[_Position, _Seen]], *, is_own: bool) -> None:
+        for fqn, of_stage in merged.items():
             norm = self._norms[fqn]
             if not of_stage or norm.running_mean is None or norm.running_mean.is_meta:
                 continue

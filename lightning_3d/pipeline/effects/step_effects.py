@@ -14,10 +14,10 @@ from lightning_3d.distributed.rng import StepRandomness, random_states_kept, see
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.attributes import Attributes
-from lightning_3d.pipeline.effects.effect import Effect, Place
+from lightning_3d.pipeline.effects.effect import Effect, StepContext
 from lightning_3d.pipeline.effects.hooks import LazyHooks
-from lightning_3d.pipeline.effects.join import Joiner, are_numbers
 from lightning_3d.pipeline.effects.logs import Logs
+from lightning_3d.pipeline.effects.merge import Merger, are_numbers
 from lightning_3d.pipeline.effects.metrics import Metrics
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.trace.interception import Router
@@ -37,8 +37,8 @@ class RandomNumbers(Effect):
 
     @override
     @contextmanager
-    def microbatch(self, place: Place) -> Iterator[None]:
-        self._randomness.seed_glue(self._number, place.microbatch, host_alike=place.also_whole)
+    def microbatch(self, context: StepContext) -> Iterator[None]:
+        self._randomness.seed_glue(self._number, context.microbatch, host_alike=context.runs_on_full_batch)
         yield
 
 
@@ -49,12 +49,12 @@ class HostNumbersAlike(Effect):
 
     @override
     @contextmanager
-    def microbatch(self, place: Place) -> Iterator[None]:
+    def microbatch(self, context: StepContext) -> Iterator[None]:
         seed_host(self.seed)
         yield
 
 
-_TRACE = Place(stage=0, microbatch=0, is_last=True, is_trace=True)
+_TRACE = StepContext(stage=0, microbatch=0, is_last=True, is_trace=True)
 
 
 class StepEffects:
@@ -65,17 +65,17 @@ class StepEffects:
         joiner: Joins values over microbatches, and remembers what they mean.
     """
 
-    def __init__(self, module: LightningModule, router: Router, *more: Effect, joiner: Joiner | None = None) -> None:
-        self._module, self._blocks, self._joiner = module, router.blocks.values(), joiner or Joiner()
+    def __init__(self, module: LightningModule, router: Router, *more: Effect, merger: Merger | None = None) -> None:
+        self._module, self._blocks, self._merger = module, router.blocks.values(), merger or Merger()
         self._metrics = Metrics(module, router)
-        self._logs = Logs(module, router, self._joiner)
+        self._logs = Logs(module, router, self._merger)
         attributes = Attributes(module, self._blocks)
         self._effects: tuple[Effect, ...] = (
             *(*more, LazyHooks(module)),
             *(attributes, self._metrics, self._logs),  # the logs are last
         )
         self._found: dict[int, Sequence[Any]] = {}  # microbatch -> what is kept of it, by effect
-        self.gives_more = True
+        self.has_side_effects = True
         """Whether the step that was traced last does or gives more than numbers, which join over microbatches."""
 
     @property
@@ -93,22 +93,22 @@ class StepEffects:
             yield
 
     @contextmanager
-    def microbatch(self, place: Place) -> Iterator[None]:
+    def microbatch(self, context: StepContext) -> Iterator[None]:
         """Around the user's step on one microbatch."""
         with ExitStack() as stack:
             for effect in self._effects:
-                stack.enter_context(effect.microbatch(place))
+                stack.enter_context(effect.microbatch(context))
             yield
 
-    def collect(self, place: Place) -> list[Any]:
+    def collect(self, context: StepContext) -> list[Any]:
         """Collect what each effect does."""
-        return [effect.collect(place) for effect in self._effects]
+        return [effect.collect(context) for effect in self._effects]
 
-    def keep(self, place: Place, found: Sequence[Any]) -> None:
+    def keep(self, context: StepContext, found: Sequence[Any]) -> None:
         """Keep what was collected where the step ends, with data in place of ghosts."""
-        if place.is_last:
+        if context.is_last:
             pairs = zip(self._effects, found, strict=True)
-            self._found[place.microbatch] = [effect.kept(own) for effect, own in pairs]
+            self._found[context.microbatch] = [effect.kept(own) for effect, own in pairs]
 
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Any]:
         """Join what each did on a stage, which is let go of.
@@ -125,16 +125,16 @@ class StepEffects:
         with suppress(StepError):
             self._logs.join(0, of_logs, sizes)
         with suppress(StepError):
-            self._joiner.join(outputs, sizes, f"what {name} returned")
+            self._merger.join(outputs, sizes, f"what {name} returned")
 
-    def apply(self, joined: Sequence[tuple[Sequence[Any], bool]]) -> None:
+    def apply(self, merged: Sequence[tuple[Sequence[Any], bool]]) -> None:
         """Do it here.
 
         Args:
             joined: For every stage that reports, in order: what ``join`` gave, and whether that was on this rank.
         """
         for i, effect in enumerate(self._effects):
-            for of_stage, is_own in joined:
+            for of_stage, is_own in merged:
                 effect.apply(of_stage[i], is_own=is_own)
 
     def undo(self) -> None:
@@ -163,16 +163,16 @@ class StepEffects:
 
     def returned(self, name: str, step: Callable[[], Any]) -> Any:
         """Run the step method ``name``; returns its output and what it logged or kept."""
-        self.gives_more = True  # in case that it is not followed to its end
+        self.has_side_effects = True  # in case that it is not followed to its end
         output = step()
         if name == "training_step" and self._module.automatic_optimization:
             check_loss(output)
         found = self.collect(_TRACE)
-        self.gives_more = not are_numbers(output) or any(effect.gives_more for effect in self._effects)
+        self.has_side_effects = not are_numbers(output) or any(effect.has_side_effects for effect in self._effects)
         return output, found
 
     @property
-    def counts_once(self) -> str | None:
+    def not_microbatchable(self) -> str | None:
         """As of a ``Trace``."""
         if generators_of(self._module.modules()):
             return "Modules hold random generators of their own"

@@ -1,6 +1,6 @@
-"""Calls of blocks outside of steps, with a pipeline: they run as those of a step inline.
+"""Calls of blocks outside of steps, with a pipeline: all ranks that share a block are to call it; they run it inline.
 
-So each rank runs the whole of ``self(x)`` in a hook, with the same inputs, as it does under DDP.
+Each rank runs the whole of ``self(x)`` in a hook, with the same inputs, as it does under DDP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.block_runner import SUMMON, BlockRunner, Call
+from lightning_3d.model.block_runner import SUMMON, AnyCallable, BlockRunner
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -37,7 +37,7 @@ class CallsBetweenSteps:
         *,
         has_backward: bool,
     ) -> None:
-        self._inline, self._ranks, self._met, self._around = inline, ranks, met, around
+        self._inline, self._ranks, self._rendezvous, self._around = inline, ranks, met, around
         self._has_backward = has_backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallsBetweenSteps:
@@ -47,17 +47,17 @@ class CallsBetweenSteps:
         """A pickled block belongs to no ranks."""
         return type(None), ()
 
-    def run(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of a block where its weights are; every rank of the replica calls it.
 
         Raises:
             StepError: another rank does something else.
             Exception: the call's own, on every rank.
         """
-        if self._met.is_agreed:
+        if self._rendezvous.is_agreed:
             return call(*args, **kwargs)
-        self._met.meet(self._ranks, f"a call of {runner.fqn}")
-        with self._met.agreed(), self._around():  # blocks inside of it
+        self._rendezvous.sync_check(self._ranks, f"a call of {runner.fqn}")
+        with self._rendezvous.in_lockstep(), self._around():  # blocks inside of it
             output = self._inline.on_block(runner, call, args, kwargs)
         self._inline.weights.forget()
         for leaf in () if self._has_backward else tree_leaves(output):

@@ -21,7 +21,7 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import flatten_call, register_dataclasses
-from lightning_3d.pipeline.inline.gradients import About, Line, enter, leave, remote
+from lightning_3d.pipeline.inline.gradients import About, GradientChannel, enter, leave, remote
 from lightning_3d.pipeline.inline.jagged import packed, unpacked
 from lightning_3d.pipeline.inline.lockstep import Lockstep
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -47,10 +47,10 @@ class _Result:
     """The random numbers after it, if it drew any."""
 
 
-Shown = Callable[[Any], Any]
+VisibleOutputs = Callable[[Any], Any]
 """Gives the tensors that code outside of a block gets to see in place of those inside of it."""
 
-HomeCall = Callable[[Shown, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+OwnerCall = Callable[[VisibleOutputs, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 """The call of a block where it is: (what is shown, args, kwargs) -> (its output, what the others are told)."""
 
 
@@ -72,8 +72,8 @@ class Exchange:
     def run(
         self,
         fqn: str,
-        home: int,
-        call: HomeCall,
+        owner_rank: int,
+        call: OwnerCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, Any]:
@@ -95,14 +95,14 @@ class Exchange:
         leaves, with_leaves = flatten_call(args, kwargs)
         trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
         inputs = [*trained.values()] if torch.is_grad_enabled() else []
-        if self.pp_rank == home:
-            output, notes = self._at_home(fqn, home, call, leaves, with_leaves, inputs)
+        if self.pp_rank == owner_rank:
+            output, notes = self._at_owner(fqn, owner_rank, call, leaves, with_leaves, inputs)
         else:
-            told: _Result = self._told(fqn, home, _never)
-            output, notes = self._elsewhere(fqn, home, told, leaves, inputs)
+            told: _Result = self._told(fqn, owner_rank, _never)
+            output, notes = self._elsewhere(fqn, owner_rank, told, leaves, inputs)
         return unpacked(output), notes
 
-    def read(self, name: str, tensor: Tensor, home: int) -> Tensor:
+    def read(self, name: str, tensor: Tensor, owner_rank: int) -> Tensor:
         """The value of a parameter or buffer of a block; every rank calls it.
 
         Args:
@@ -111,32 +111,32 @@ class Exchange:
             home: Index on the pp axis of the rank that has it.
         """
         self.lockstep.sync_check(f"a read of {name}")
-        if self.pp_rank == home:
-            self._send(tensor, home)
+        if self.pp_rank == owner_rank:
+            self._send(tensor, owner_rank)
             return tensor
-        copy = self._receive(tensor.shape, tensor.dtype, home)
+        copy = self._receive(tensor.shape, tensor.dtype, owner_rank)
         return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
-    def same(self, fqn: str, gradient: Tensor | None, tensor: Tensor, home: int) -> Tensor | None:
+    def same(self, fqn: str, gradient: Tensor | None, tensor: Tensor, owner_rank: int) -> Tensor | None:
         """The gradient of a parameter of a block as the rank that has it found it; every rank calls it."""
-        if self.pp_rank == home:
-            return self._send_gradients(fqn, home, [gradient])[0]
-        return self._receive_gradients(fqn, home, [(tensor.shape, tensor.dtype, self._device)])[0]
+        if self.pp_rank == owner_rank:
+            return self._send_gradients(fqn, owner_rank, [gradient])[0]
+        return self._receive_gradients(fqn, owner_rank, [(tensor.shape, tensor.dtype, self._device)])[0]
 
     # ---- on the rank that has the block
 
-    def _at_home(
+    def _at_owner(
         self,
         fqn: str,
-        home: int,
-        call: HomeCall,
+        owner_rank: int,
+        call: OwnerCall,
         leaves: list[Any],
         with_leaves: Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
         inputs: Sequence[Tensor],
     ) -> tuple[Any, Any]:
         token, entered = None, list[Tensor]()
         if inputs:
-            token, *entered = enter(self._line(fqn, home), inputs[0].new_zeros(()), inputs)
+            token, *entered = enter(self._channel(fqn, owner_rank), inputs[0].new_zeros(()), inputs)
         replaced = {id(leaf): tensor for leaf, tensor in zip(inputs, entered, strict=True)}
         given = [replaced.get(id(leaf), leaf) for leaf in leaves]
         found: list[Any] = []
@@ -144,7 +144,7 @@ class Exchange:
 
         def run() -> _Result:
             before, versions = self._generators.states(), _versions(given)
-            output, notes = call(partial(_shown, self._line(fqn, home), token), *unpacked(with_leaves(given)))
+            output, notes = call(partial(_shown, self._channel(fqn, owner_rank), token), *unpacked(with_leaves(given)))
             changed.extend(i for i, version in enumerate(_versions(given)) if version != versions[i])
             _refuse_changed(fqn, [given[i] for i in changed])
             output = packed(output)
@@ -163,20 +163,20 @@ class Exchange:
                 drawn=None if self._generators.are_at(before) else self._generators.states(),
             )
 
-        self._told(fqn, home, run)
+        self._told(fqn, owner_rank, run)
         outputs, spec, passed, notes = found
         sent = [i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in passed]
         for i in sent:
-            self._broadcast(outputs[i].detach().to(self._device), home)
+            self._broadcast(outputs[i].detach().to(self._device), owner_rank)
         for i in changed:
-            self._send(leaves[i], home)
+            self._send(leaves[i], owner_rank)
         outputs = [leaves[passed[i]] if i in passed else leaf for i, leaf in enumerate(outputs)]
-        return tree_unflatten(_left(self._line(fqn, home), token, outputs, sent), spec), notes
+        return tree_unflatten(_attach_token(self._channel(fqn, owner_rank), token, outputs, sent), spec), notes
 
     # ---- on the others
 
     def _elsewhere(
-        self, fqn: str, home: int, told: _Result, leaves: Sequence[Any], inputs: Sequence[Tensor]
+        self, fqn: str, owner_rank: int, told: _Result, leaves: Sequence[Any], inputs: Sequence[Tensor]
     ) -> tuple[Any, Any]:
         register_dataclasses(told.output)
         if told.drawn is not None:
@@ -187,15 +187,15 @@ class Exchange:
         trained = [meta.requires_grad for meta, _ in sent]
         if torch.is_grad_enabled() and any(trained):
             anchor = torch.zeros((), device=self._device, requires_grad=True)
-            receive = partial(self._receive_all, sent, home)
-            _, *received = remote(self._line(fqn, home), receive, trained, anchor, inputs)
+            receive = partial(self._receive_all, sent, owner_rank)
+            _, *received = remote(self._channel(fqn, owner_rank), receive, trained, anchor, inputs)
             edges = [get_gradient_edge(tensor) for tensor in received if tensor.requires_grad]
             self.edges.setdefault(fqn, []).extend(edges)
         else:
-            received = [*self._receive_all(sent, home)]
+            received = [*self._receive_all(sent, owner_rank)]
         with torch.no_grad():
             for i in told.changed:
-                leaves[i].copy_(self._receive(leaves[i].shape, leaves[i].dtype, home))
+                leaves[i].copy_(self._receive(leaves[i].shape, leaves[i].dtype, owner_rank))
         following = iter(received)
         values = [
             leaves[told.given[i]] if i in told.given else next(following) if is_sent[i] else leaf
@@ -203,7 +203,7 @@ class Exchange:
         ]
         return tree_unflatten(values, spec), told.notes
 
-    def _receive_all(self, sent: Sequence[tuple[Tensor, bool]], home: int) -> tuple[Tensor, ...]:
+    def _receive_all(self, sent: Sequence[tuple[Tensor, bool]], owner_rank: int) -> tuple[Tensor, ...]:
         """Receive tensors.
 
         Args:
@@ -212,78 +212,83 @@ class Exchange:
         received = []
         for meta, on_cpu in sent:
             tensor = torch.empty_like(meta, device=self._device, requires_grad=False)
-            self._broadcast(tensor, home)
+            self._broadcast(tensor, owner_rank)
             received.append(tensor.cpu() if on_cpu else tensor)
         return tuple(received)
 
     # ---- messages
 
-    def _told(self, fqn: str, home: int, run: Callable[[], _Result]) -> _Result:
+    def _told(self, fqn: str, owner_rank: int, run: Callable[[], _Result]) -> _Result:
         """The result of a call, or what it raised; the ranks compare what they came to on the way."""
-        size_of = partial(self.lockstep.sync_check, f"a call of {fqn}", owner_rank=home)
-        return on_one_rank(run, rank=home, group=self._group, size_of=size_of)
+        size_of = partial(self.lockstep.sync_check, f"a call of {fqn}", owner_rank=owner_rank)
+        return on_one_rank(run, rank=owner_rank, group=self._group, size_of=size_of)
 
-    def _broadcast(self, tensor: Tensor, home: int) -> None:
+    def _broadcast(self, tensor: Tensor, owner_rank: int) -> None:
         """Send a tensor whose elements lie side by side, of any dtype."""
         if tensor.numel():
             flat = tensor.as_strided((tensor.numel(),), (1,))
-            dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=home)
+            dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=owner_rank)
 
-    def _send(self, tensor: Tensor, home: int) -> None:
+    def _send(self, tensor: Tensor, owner_rank: int) -> None:
         """Send any tensor to `_receive`."""
-        self._broadcast(tensor.detach().clone(memory_format=torch.contiguous_format).to(self._device), home)
+        self._broadcast(tensor.detach().clone(memory_format=torch.contiguous_format).to(self._device), owner_rank)
 
-    def _receive(self, shape: torch.Size, dtype: torch.dtype, home: int) -> Tensor:
+    def _receive(self, shape: torch.Size, dtype: torch.dtype, owner_rank: int) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        self._broadcast(tensor, home)
+        self._broadcast(tensor, owner_rank)
         return tensor
 
-    def _line(self, fqn: str, home: int) -> Line:
-        send, receive = partial(self._send_gradients, fqn, home), partial(self._receive_gradients, fqn, home)
-        return Line(fqn=fqn, send=send, receive=receive)
+    def _channel(self, fqn: str, owner_rank: int) -> GradientChannel:
+        send, receive = (
+            partial(self._send_gradients, fqn, owner_rank),
+            partial(self._receive_gradients, fqn, owner_rank),
+        )
+        return GradientChannel(fqn=fqn, send=send, receive=receive)
 
-    def _send_gradients(self, fqn: str, home: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _send_gradients(self, fqn: str, owner_rank: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Send gradients, of which some may be absent; returns them as the others get them."""
-        self._are_there(fqn, home, [gradient is not None for gradient in gradients])
+        self._are_there(fqn, owner_rank, [gradient is not None for gradient in gradients])
         sent = [None if gradient is None else gradient.contiguous() for gradient in gradients]
         for gradient in sent:
             if gradient is not None:
-                self._broadcast(gradient.detach().to(self._device), home)
+                self._broadcast(gradient.detach().to(self._device), owner_rank)
         return sent
 
-    def _receive_gradients(self, fqn: str, home: int, of: Sequence[About]) -> list[Tensor | None]:
-        pairs = zip(of, self._are_there(fqn, home, [False] * len(of)), strict=True)
+    def _receive_gradients(self, fqn: str, owner_rank: int, of: Sequence[About]) -> list[Tensor | None]:
+        pairs = zip(of, self._are_there(fqn, owner_rank, [False] * len(of)), strict=True)
         return [
-            self._receive(shape, dtype, home).to(device) if is_there else None
+            self._receive(shape, dtype, owner_rank).to(device) if is_there else None
             for (shape, dtype, device), is_there in pairs
         ]
 
-    def _are_there(self, fqn: str, home: int, are_there: Sequence[bool]) -> list[bool]:
+    def _are_there(self, fqn: str, owner_rank: int, are_there: Sequence[bool]) -> list[bool]:
         """Which gradients the rank that has the block has; as many bits as a number holds go with each check."""
         found: list[bool] = []
         for start in range(0, max(1, len(are_there)), _BITS):
             part = are_there[start : start + _BITS]
             number = sum(is_there << bit for bit, is_there in enumerate(part))
-            number = self.lockstep.sync_check(f"the backward of {fqn}", number, home)
+            number = self.lockstep.sync_check(f"the backward of {fqn}", number, owner_rank)
             found.extend(bool(number >> bit & 1) for bit in range(len(part)))
         return found
 
 
-def _left(line: Line, token: Tensor | None, leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
+def _attach_token(
+    channel: GradientChannel, token: Tensor | None, leaves: Sequence[Any], places: Sequence[int]
+) -> list[Any]:
     """Leaves of which those at these places that require gradients depend on the token."""
     trained = [i for i in places if isinstance(leaves[i], Tensor) and leaves[i].requires_grad]
     left = list(leaves)
     if token is not None and trained:
-        _, *outputs = leave(line, token, [leaves[i] for i in trained])
+        _, *outputs = leave(channel, token, [leaves[i] for i in trained])
         for i, tensor in zip(trained, outputs, strict=True):
             left[i] = tensor
     return left
 
 
-def _shown(line: Line, token: Tensor | None, tree: Any) -> Any:
+def _shown(channel: GradientChannel, token: Tensor | None, tree: Any) -> Any:
     register_dataclasses(tree)
     leaves, spec = tree_flatten(tree)
-    return tree_unflatten(_left(line, token, leaves, range(len(leaves))), spec)
+    return tree_unflatten(_attach_token(channel, token, leaves, range(len(leaves))), spec)
 
 
 def _refuse_changed(fqn: str, changed: Sequence[Tensor]) -> None:

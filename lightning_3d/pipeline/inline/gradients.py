@@ -38,7 +38,7 @@ _NONE: About = (torch.Size(()), torch.float32, torch.device("cpu"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class GradientChannel:
     """The connection of a call of a block.
 
     Attributes:
@@ -52,24 +52,24 @@ class Line:
     receive: Callable[[Sequence[About]], list[Tensor | None]]
 
 
-def enter(line: Line, anchor: Tensor, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def enter(channel: GradientChannel, anchor: Tensor, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """A token, and the inputs for the block.
 
     Args:
         anchor: A scalar like the token, which that of another call is, where this one is that one's backward.
     """
-    entered: tuple[Tensor, ...] = _Enter.apply(line, anchor, *inputs)  # type: ignore[no-untyped-call]  # torch 2.13
+    entered: tuple[Tensor, ...] = _Enter.apply(channel, anchor, *inputs)  # type: ignore[no-untyped-call]  # torch 2.13
     return entered
 
 
-def leave(line: Line, token: Tensor, outputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def leave(channel: GradientChannel, token: Tensor, outputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """A token, and the outputs of the block, which depend on that of ``enter``."""
-    left: tuple[Tensor, ...] = _Leave.apply(line, token, *outputs)  # type: ignore[no-untyped-call]
+    left: tuple[Tensor, ...] = _Leave.apply(channel, token, *outputs)  # type: ignore[no-untyped-call]
     return left
 
 
 def remote(
-    line: Line,
+    channel: GradientChannel,
     values: Callable[[], Sequence[Tensor | None]],
     are_trained: Sequence[bool],
     anchor: Tensor,
@@ -82,31 +82,35 @@ def remote(
         are_trained: Which of them require gradients.
         anchor: Requires a gradient, so that they can where no input does.
     """
-    outputs: tuple[Tensor, ...] = _Remote.apply(line, values, are_trained, anchor, *inputs)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Remote.apply(channel, values, are_trained, anchor, *inputs)  # type: ignore[no-untyped-call]
     return outputs
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: Line, anchor: Tensor, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, channel: GradientChannel, anchor: Tensor, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.line = line
+        ctx.channel = channel
         return (anchor.clone(), *map(_detached, inputs))
 
     @staticmethod
     def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
-        sent = ctx.line.send(gradients)
+        sent = ctx.channel.send(gradients)
         if not torch.is_grad_enabled():
             return (None, None, *sent)
         assert of_token is not None, "a backward comes to `enter` by `leave`"
-        return (None, *leave(ctx.line, of_token, sent))
+        return (None, *leave(ctx.channel, of_token, sent))
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: Line, token: Tensor, *outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, channel: GradientChannel, token: Tensor, *outputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.line, left = line, token.clone()
+        ctx.channel, left = channel, token.clone()
         ctx.save_for_backward(left)
         return (left, *map(_detached, outputs))
 
@@ -115,21 +119,21 @@ class _Leave(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return (None, torch.zeros_like(token), *gradients)
-        return (None, *enter(ctx.line, _sum(token, of_token), gradients))
+        return (None, *enter(ctx.channel, _sum(token, of_token), gradients))
 
 
 class _Remote(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        line: Line,
+        channel: GradientChannel,
         values: Callable[[], Sequence[Tensor | None]],
         are_trained: Sequence[bool],
         anchor: Tensor,
         *inputs: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.line, ctx.are_trained, ctx.inputs = line, are_trained, list(map(_about, inputs))
+        ctx.channel, ctx.are_trained, ctx.inputs = channel, are_trained, list(map(_about, inputs))
         token, outputs = anchor.new_zeros(()), values()
         pairs = zip(outputs, are_trained, strict=True)
         ctx.mark_non_differentiable(*(tensor for tensor, is_trained in pairs if not is_trained and tensor is not None))
@@ -141,11 +145,11 @@ class _Remote(torch.autograd.Function):
         (token,) = ctx.saved_tensors
         if not ctx.inputs:
             return (None, None, None, None)
-        values = partial(ctx.line.receive, ctx.inputs)
+        values = partial(ctx.channel.receive, ctx.inputs)
         if not torch.is_grad_enabled():
             return (None, None, None, None, *values())
         given = [g for g, is_trained in zip(gradients, ctx.are_trained, strict=True) if is_trained]
-        return (None, None, None, *remote(ctx.line, values, [True] * len(ctx.inputs), _sum(token, of_token), given))
+        return (None, None, None, *remote(ctx.channel, values, [True] * len(ctx.inputs), _sum(token, of_token), given))
 
 
 def _sum(token: Tensor, of_token: Tensor | None) -> Tensor:

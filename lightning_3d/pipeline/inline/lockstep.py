@@ -76,8 +76,8 @@ def _told(everyone: Sequence[_Doing], ranks: Sequence[int]) -> str:
     parted = next((i for i, lines in columns if len(set(lines)) > 1), len(everyone[0].lines))
     places: dict[str, list[str]] = {}
     for rank, doing in zip(ranks, everyone, strict=True):
-        line = "".join(f" (at {line})" for line in doing.lines[parted : parted + 1])
-        places.setdefault(f"{doing.what}{line}", []).append(str(rank))
+        channel = "".join(f" (at {channel})" for channel in doing.lines[parted : parted + 1])
+        places.setdefault(f"{doing.what}{channel}", []).append(str(rank))
     told = ", ".join(f"rank {' and '.join(of_ranks)} came to {place}" for place, of_ranks in places.items())
     return (
         f"The ranks of a pipeline do not run the same step: {told}. Each holds some of the blocks, so they call blocks"

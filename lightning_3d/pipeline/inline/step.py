@@ -24,8 +24,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.model.block_runner import BlockRunner, Call
-from lightning_3d.pipeline.inline.exchange import Exchange, Shown, versions_of
+from lightning_3d.model.block_runner import AnyCallable, BlockRunner
+from lightning_3d.pipeline.inline.exchange import Exchange, VisibleOutputs, versions_of
 from lightning_3d.pipeline.inline.objects import PLAIN, changed_state, set_state, state_of
 from lightning_3d.pipeline.inline.weights import BlockWeights, has_given_weights
 from lightning_3d.torch_internals.autograd import NO_BACKWARD, current_backward
@@ -64,10 +64,12 @@ class InlineStep:
         homes: FQN of a block -> index on the pp axis of the rank that has it.
     """
 
-    def __init__(self, module: LightningModule, router: Router, exchange: Exchange, homes: Mapping[str, int]) -> None:
+    def __init__(
+        self, module: LightningModule, router: Router, exchange: Exchange, owner_ranks: Mapping[str, int]
+    ) -> None:
         self._module = module
-        self._router, self._exchange, self._homes = router, exchange, homes
-        self.weights = BlockWeights(module, router.blocks, homes, exchange)
+        self._router, self._exchange, self._owner_ranks = router, exchange, owner_ranks
+        self.weights = BlockWeights(module, router.blocks, owner_ranks, exchange)
         self._is_checkpointing = self._has_functions = False
         self._in_backwards = [NO_BACKWARD]  # in which glue runs, the innermost last: those of custom functions
 
@@ -104,7 +106,7 @@ class InlineStep:
         """Run code that ``torch.utils.checkpoint`` was called with: of it the blocks alone are computed again."""
         return attributes_replaced(self, {"_is_checkpointing": True})
 
-    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a custom autograd function: see [Note: custom functions]."""
         args, kwargs = self.weights.with_values((args, kwargs))
         outputs = call(*args, **kwargs)
@@ -126,19 +128,19 @@ class InlineStep:
     def _end_function(self, gradients: Any, of_outputs: Any) -> None:
         self._in_backwards.pop()
 
-    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of a block where it is, in a step or between steps."""
         if self._is_in_backward():  # computed again, where it is
             return call(*args, **kwargs)
         fqn, block = runner.fqn, runner.block
         if has_given_weights(block):  # which code around it has made, on all ranks
-            with runner.aside():
+            with runner.unpatched():
                 return block(*args, **kwargs)
         step, self._router.step = self._router.step, None
         try:
             run = partial(self._run, runner, call)
             with self.weights.paused():
-                (packed, logs, changed), left = self._exchange.run(fqn, self._homes[fqn], run, args, kwargs)
+                (packed, logs, changed), left = self._exchange.run(fqn, self._owner_ranks[fqn], run, args, kwargs)
             set_state(args, kwargs, changed)
             output, hook_values = unpack_outputs(block, packed, (args, kwargs), left.side)
             for name, value in left.values.items():
@@ -153,12 +155,17 @@ class InlineStep:
         return call_own_hooks(block, args, kwargs, output)
 
     def _run(
-        self, runner: BlockRunner, call: Call, shown: Shown, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        runner: BlockRunner,
+        call: AnyCallable,
+        shown: VisibleOutputs,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Any, _Left]:
         block, left, noted = runner.block, list[_Left](), list[Noted]()
         before, state = attributes_of(block), state_of(args, kwargs)
 
-        def packed(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def packed(forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             run = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
             outputs, side, others = packed_run(block, before, noted, (args, kwargs), run)
             values = {name: get_attribute(block, name) for name in others}

@@ -45,7 +45,7 @@ class _Owner:
     """The block that a tensor is of."""
 
     fqn: str
-    home: int
+    owner_rank: int
     """Index on the pp axis of the rank that has it."""
 
 
@@ -111,10 +111,10 @@ class BlockWeights:
     """
 
     def __init__(
-        self, module: nn.Module, blocks: Mapping[str, nn.Module], homes: Mapping[str, int], exchange: Exchange
+        self, module: nn.Module, blocks: Mapping[str, nn.Module], owner_ranks: Mapping[str, int], exchange: Exchange
     ) -> None:
         self._exchange = exchange
-        owners = [(_Owner(fqn=fqn, home=homes[fqn]), block) for fqn, block in blocks.items()]
+        owners = [(_Owner(fqn=fqn, owner_rank=owner_ranks[fqn]), block) for fqn, block in blocks.items()]
         self._owners = {inner: owner for owner, block in owners for inner in block.modules()}
         self._parameters: dict[Tensor, _Owner] = {p: owner for owner, block in owners for p in block.parameters()}
         self._tied = {
@@ -206,14 +206,14 @@ class BlockWeights:
             return tensor
         owner = self._parameters[source]
         value = self._value(source, source, owner, "weight")
-        if owner.home == self._exchange.pp_rank:
+        if owner.owner_rank == self._exchange.pp_rank:
             return tensor
         return value if isinstance(tensor, nn.Parameter) else value.detach()
 
     def _value(self, key: object, tensor: Tensor, owner: _Owner, name: str) -> Tensor:
         if key not in self._read:
             with without_transforms(), self._unseen():
-                read = self._exchange.read(f"a {name} of {owner.fqn}", tensor, owner.home)
+                read = self._exchange.read(f"a {name} of {owner.fqn}", tensor, owner.owner_rank)
             self._read[key] = self._note(read, self._source(tensor))
         return self._read[key]
 
@@ -253,7 +253,7 @@ class BlockWeights:
                 " called with create_graph=True, but with a pipeline one rank has its graph. Use"
                 " pipeline_parallel_size=1."
             )
-        absent = {owner.fqn for owner in owners if owner is not None and owner.home != self._exchange.pp_rank}
+        absent = {owner.fqn for owner in owners if owner is not None and owner.owner_rank != self._exchange.pp_rank}
         edges = [edge for fqn in absent for edge in self._exchange.edges.get(fqn, ())]
         inputs = [tensor for tensor in given if not (isinstance(tensor, Tensor) and tensor.is_meta)]
         found = differentiate(outputs, [*inputs, *edges], grad_outputs, retain_graph, allow_unused=True, **others)
@@ -261,7 +261,7 @@ class BlockWeights:
         results: list[Tensor | None] = []
         for tensor, owner in zip(given, owners, strict=True):
             own = None if isinstance(tensor, Tensor) and tensor.is_meta else next(of_inputs)
-            results.append(own if owner is None else self._exchange.same(owner.fqn, own, tensor, owner.home))
+            results.append(own if owner is None else self._exchange.same(owner.fqn, own, tensor, owner.owner_rank))
         if not allow_unused and any(result is None for result in results):
             raise RuntimeError("One of the differentiated tensors was not used in the graph: set allow_unused=True.")
         return tuple(results)

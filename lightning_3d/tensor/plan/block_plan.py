@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 
 from lightning_3d.tensor.axis import Kind, sent_bytes
-from lightning_3d.tensor.placement import Parts, Sharded
+from lightning_3d.tensor.placement import InterleavedShard, Sharded
 
 Role = Literal["column", "row", "replicate", "vocabulary"]
 """column: the output features are sharded; row: the contracted features are; replicate: every rank holds all of it;
@@ -51,9 +51,9 @@ class WeightPlan:
         return None if self.sharding is None else self.sharding.dim
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> InterleavedShard | None:
         """The parts of that dim, where each rank holds a slice of every part; None if that is one slice."""
-        return self.sharding if isinstance(self.sharding, Parts) else None
+        return self.sharding if isinstance(self.sharding, InterleavedShard) else None
 
     @property
     def placement(self) -> Placement:
@@ -100,11 +100,11 @@ class BlockTensorPlan:
     not_sequence_parallel: str | None = None
     """Why it is not, though the configuration asks for it and the block can be sharded otherwise."""
 
-    routes: bool = False
+    data_dependent_routing: bool = False
     """Whether data decides which weights a row meets, or which calls are made. What is decided is then broadcast from
     the first rank, beside ``collectives``: scores of experts, for instance, which are small."""
 
-    unread: frozenset[int] = frozenset()
+    unused_outputs: frozenset[int] = frozenset()
     """Leaves of the block's output, by position, that nothing reads and that stay on shards."""
 
     gathers_logits: bool = False

@@ -29,7 +29,7 @@ class Cause(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Caused:
+class PlannedCollective:
     """A collective and its cause."""
 
     collective: Collective
@@ -42,11 +42,11 @@ class PlannedAxis:
 
     size: int
     rank: int = 0
-    forward: list[Caused] = field(default_factory=list)
+    forward: list[PlannedCollective] = field(default_factory=list)
     """In the order of the forward."""
 
     _cause: Cause = field(default_factory=Cause)
-    _expected: list[tuple[object, Caused]] = field(default_factory=list)
+    _expected: list[tuple[object, PlannedCollective]] = field(default_factory=list)
 
     @contextmanager
     def caused_by(self, **changes: object) -> Iterator[None]:
@@ -78,13 +78,13 @@ class PlannedAxis:
     def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
         self._expected.append((result.grad_fn, self.caused(kind, tensor, is_backward=True)))
 
-    def backward_of(self, outputs: Iterable[Tensor]) -> list[Caused]:
+    def backward_of(self, outputs: Iterable[Tensor]) -> list[PlannedCollective]:
         """The collectives of the backward of these outputs."""
         nodes = reachable_nodes(outputs)
         return [caused for node, caused in self._expected if node in nodes]
 
-    def caused(self, kind: Kind, tensor: Tensor, *, is_backward: bool = False) -> Caused:
+    def caused(self, kind: Kind, tensor: Tensor, *, is_backward: bool = False) -> PlannedCollective:
         """A collective of a full tensor, with the present cause."""
         call, size = self._cause.call, self.size
         collective = Collective.of_full(kind, tensor.nbytes, call, size=size, is_backward=is_backward)
-        return Caused(collective=collective, cause=self._cause)
+        return PlannedCollective(collective=collective, cause=self._cause)

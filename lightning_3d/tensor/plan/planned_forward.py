@@ -53,4 +53,4 @@ class PlannedForward:
         seen = custom_functions_seen(interpreter.on_custom_function)
         with AssumedValues(), interpreter.statistics, interpreter, seen:
             output = forward(*args, **kwargs)
-        return interpreter.gathered(output, plan.unread)
+        return interpreter.gathered(output, plan.unused_outputs)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.fakes import on_fakes
-from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
-from lightning_3d.tensor.rules.call import Call, Need
+from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
+from lightning_3d.tensor.rules.call import InputPlacement, TorchCall
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import buffers_of
@@ -31,10 +31,10 @@ class Answer:
     as_they_lie: Sequence[int]
     """Operands by position that the call takes as they lie."""
 
-    moved: Sequence[tuple[int, Need]]
+    moved: Sequence[tuple[int, InputPlacement]]
     """The others, and what the call needs them to be."""
 
-    sums: Sequence[Caused]
+    sums: Sequence[PlannedCollective]
     """The results that are summed over the ranks."""
 
 
@@ -42,7 +42,7 @@ class Answer:
 class RecordedCall:
     """A call that a block's code made, and what it got."""
 
-    call: Call
+    call: TorchCall
 
     operands: Sequence[int]
     """The ids of its tensors."""
@@ -110,16 +110,16 @@ class _Recorder(Interpreter):
         super().__init__(PlannedAxis(1))
         self._record = record
 
-    def answer(self, call: Call) -> Any:
-        call = Call(without_data(call.function), call.name, call.args, call.kwargs)
+    def dispatch(self, call: TorchCall) -> Any:
+        call = TorchCall(without_data(call.function), call.name, call.args, call.kwargs)
         return self._written_down(call, None)
 
     def on_custom_function(
         self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self._written_down(Call(function, cls.__name__, args, kwargs), cls)
+        return self._written_down(TorchCall(function, cls.__name__, args, kwargs), cls)
 
-    def _written_down(self, call: Call, cls: type[torch.autograd.Function] | None) -> Any:
+    def _written_down(self, call: TorchCall, cls: type[torch.autograd.Function] | None) -> Any:
         output = self.run_plain(call)
         changed = call.destination
         written = [] if changed is None else [tensor for tensor in (changed, base_of(changed)) if tensor is not None]

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Kind
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import WHOLE, Parts, Shard, Sharded, Whole
-from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
+from lightning_3d.tensor.placement import REPLICATE, InterleavedShard, Replicate, Shard, Sharded
+from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
 from lightning_3d.tensor.plan.record import Answer, Record, RecordedCall
 from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation, Terms
 from lightning_3d.tensor.plan.weights import Weights
-from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic
+from lightning_3d.tensor.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall
 from lightning_3d.tensor.rules.function import map_tensors, tensors_in
 from lightning_3d.tensor.rules.views import SEPARATE
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, cut_sequence, is_along
@@ -55,10 +55,10 @@ def replay(record: Record, *, choice: Choice, terms: Terms) -> Simulated:
         with axis.caused_by(call="buffers that it sets"):
             played.make_whole(record.buffers)
         sharded = {i for i, leaf in enumerate(record.outputs) if shard_dim(played.now(leaf)) is not None}
-        unread = terms.unread & sharded
+        unused_outputs = terms.unused_outputs & sharded
         with axis.caused_by(call="the block's output"):
-            backward = played.make_whole(leaf for i, leaf in enumerate(record.outputs) if i not in unread)
-    return played.simulated(choice, backward, unread, read_data=record.read_data)
+            backward = played.make_whole(leaf for i, leaf in enumerate(record.outputs) if i not in unused_outputs)
+    return played.simulated(choice, backward, unused_outputs, read_data=record.read_data)
 
 
 def stand_in(axis: PlannedAxis, full: Tensor, placement: Sharded, *, is_weight: bool) -> ShardedTensor:
@@ -82,7 +82,7 @@ class _OnRecord(Interpreter):
         super().__init__(axis, sequence)
         self.sharded: dict[int, ShardedTensor] = {}
         """Recorded tensor by id -> the sharded one in its place."""
-        self._expected: list[Caused] = []
+        self._expected: list[PlannedCollective] = []
         """The collectives of the backward; a bit of every history."""
         self._histories: dict[int, int] = {}
         self._entered_histories: dict[int, int] = {}  # plain tensor by id -> the history of what all calls read of it
@@ -91,9 +91,9 @@ class _OnRecord(Interpreter):
         """The call that is made now."""
         self._came = 0
         """The history of its operands."""
-        self._needs: list[tuple[Tensor, Need]] = []
+        self._needs: list[tuple[Tensor, InputPlacement]] = []
         """Its operands, and what each has to be."""
-        self._sums: list[Caused] = []
+        self._sums: list[PlannedCollective] = []
         """The sums that it made."""
         self._is_repeatable = True
         """Whether nothing but how its operands lie decides its answer."""
@@ -102,7 +102,7 @@ class _OnRecord(Interpreter):
         """The tensor in place of a recorded one."""
         return self.sharded.get(id(tensor), tensor)
 
-    def make_whole(self, leaves: Iterable[Any]) -> Sequence[Caused]:
+    def make_whole(self, leaves: Iterable[Any]) -> Sequence[PlannedCollective]:
         """Gather recorded tensors that are sharded; the collectives of the backward of all of them."""
         distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         met = 0
@@ -116,7 +116,7 @@ class _OnRecord(Interpreter):
         """A bit for every collective that the gradient of a tensor meets."""
         return self._histories.get(id(tensor), 0)
 
-    def history_of(self, call: Call) -> int:
+    def history_of(self, call: TorchCall) -> int:
         """A bit for every collective that the gradients of a call's operands meet."""
         met = 0
         for tensor in call.tensors:
@@ -142,28 +142,28 @@ class _OnRecord(Interpreter):
 
     # ---------------------------------------------------------------------- in place of what an interpreter does
 
-    def run_plain(self, call: Call) -> Any:
+    def run_plain(self, call: TorchCall) -> Any:
         if call.function != self._recorded.call.function:  # a further call on a result, as for a bias
             return super().run_plain(call)
         self._came, self._is_repeatable = self.history_of(call), False
         return self._recorded.output
 
-    def execute(self, call: Call, local: LocalCall) -> Any:
+    def execute(self, call: TorchCall, local: LocalCall) -> Any:
         # What a weight gives is noted at every use.
-        self._is_repeatable &= local.then is None and local.weight is None and not local.makes_weight
-        self._needs = list(zip(local.tensors, local.needs, strict=True))
+        self._is_repeatable &= local.epilogue is None and local.weight is None and not local.makes_weight
+        self._needs = list(zip(local.tensors, local.input_placements, strict=True))
         self._came, self._sums = self._met(self._needs), []
         placements = iter(local.result) if isinstance(local.result, tuple) else repeat(local.result)
-        starts = iter(local.starts)
+        offsets = iter(local.offsets)
         output = self._recorded.output
-        if local.then is not None and isinstance(local.result, Shard | Parts):
+        if local.epilogue is not None and isinstance(local.result, Shard | InterleavedShard):
             output = self._before_second_view(local, local.result)
-        made = map_tensors(lambda full: self.wrap(full, next(placements), local, next(starts, 0)), output)
-        if local.then is None or not isinstance(made, ShardedTensor):
+        made = map_tensors(lambda full: self.wrap(full, next(placements), local, next(offsets, 0)), output)
+        if local.epilogue is None or not isinstance(made, ShardedTensor):
             return made
         self._histories[id(made)] = self._came
         with self:
-            return local.then(made)
+            return local.epilogue(made)
 
     def _before_second_view(self, local: LocalCall, placement: Sharded) -> Tensor:
         """A full tensor like the result of the first of two views, of which the record has the second one's."""
@@ -197,26 +197,30 @@ class _OnRecord(Interpreter):
             self._came |= self.expect("all-gather", partial)
         return self.shard(partial, Shard(SEQUENCE_DIM), is_weight=False)
 
-    def _met(self, needs: Iterable[tuple[Tensor, Need]]) -> int:
+    def _met(self, input_placements: Iterable[tuple[Tensor, InputPlacement]]) -> int:
         """The history of operands that are made what a call needs."""
         met = 0
-        for tensor, need in needs:
-            met |= self._met_by(tensor, need)
+        for tensor, input_placement in input_placements:
+            met |= self._redistributed(tensor, input_placement)
         return met
 
-    def _met_by(self, tensor: Tensor, need: Need) -> int:
+    def _redistributed(self, tensor: Tensor, input_placement: InputPlacement) -> int:
         history = self.history(tensor)
-        if isinstance(need, RunningStatistic):
+        if isinstance(input_placement, RunningStatistic):
             self._is_repeatable = False
-            self.statistics.own(tensor, changes=need.changes)
+            self.statistics.own(tensor, changes=input_placement.changes)
             return history
-        if need == placement_of(tensor):
+        if input_placement == placement_of(tensor):
             return history
         has_gradient = tensor.requires_grad and self._recorded.has_gradient
-        if isinstance(need, Whole) and need.sums_gradients:
+        if isinstance(input_placement, Replicate) and input_placement.sums_gradients:
             return self._met_by_each(tensor, history) if has_gradient or isinstance(tensor, ShardedTensor) else history
         self.whole(tensor)
-        return history if isinstance(need, Whole) or not has_gradient else history | self.expect("all-gather", tensor)
+        return (
+            history
+            if isinstance(input_placement, Replicate) or not has_gradient
+            else history | self.expect("all-gather", tensor)
+        )
 
     def _met_by_each(self, tensor: Tensor, history: int) -> int:
         """The history of what every rank reads; one for all calls that read it."""
@@ -277,13 +281,17 @@ class _Replay(Simulation, _OnRecord):
         results = tensors_in(self._answered(recorded, recorded.call.mapped(self.now)))
         at = {id(operand): i for i, operand in enumerate(operands)}
         if self._is_repeatable and all(id(tensor) in at for tensor, _ in self._needs):
-            needs = [(at[id(tensor)], need) for tensor, need in self._needs]
-            moved = [(i, need) for i, need in needs if need != (placement_of(operands[i]) or WHOLE)]
-            as_they_lie = [i for i, need in needs if (i, need) not in moved]
+            input_placements = [(at[id(tensor)], input_placement) for tensor, input_placement in self._needs]
+            moved = [
+                (i, input_placement)
+                for i, input_placement in input_placements
+                if input_placement != (placement_of(operands[i]) or REPLICATE)
+            ]
+            as_they_lie = [i for i, input_placement in input_placements if (i, input_placement) not in moved]
             recorded.answers[lie] = Answer(results=results, as_they_lie=as_they_lie, moved=moved, sums=self._sums)
         return results
 
-    def _repeated(self, call: Call, operands: Sequence[Tensor], known: Answer) -> Sequence[Tensor]:
+    def _repeated(self, call: TorchCall, operands: Sequence[Tensor], known: Answer) -> Sequence[Tensor]:
         if call.name in SEPARATE:
             self._note_cuts(call, self.now(call.first))
         self._came = 0
@@ -291,13 +299,13 @@ class _Replay(Simulation, _OnRecord):
             self._came |= self.history(operands[i])
         if known.moved:
             with self.axis.caused_by(call=call.name):
-                self._came |= self._met((operands[i], need) for i, need in known.moved)
+                self._came |= self._met((operands[i], input_placement) for i, input_placement in known.moved)
         self.axis.forward.extend(known.sums)
         return known.results
 
-    def _answered(self, recorded: RecordedCall, call: Call) -> Any:
+    def _answered(self, recorded: RecordedCall, call: TorchCall) -> Any:
         if recorded.cls is None:
-            return self.answer(call)
+            return self.dispatch(call)
         return self.on_custom_function(
             recorded.cls, lambda *args, **kwargs: self.run_plain(call), call.args, call.kwargs
         )
@@ -305,4 +313,4 @@ class _Replay(Simulation, _OnRecord):
 
 def _lies(tensor: Tensor) -> object:
     """A key of an operand: an answer holds for those that have it alike."""
-    return (tensor.placement, tensor.origin, tensor.is_weight) if isinstance(tensor, ShardedTensor) else None
+    return (tensor.placement, tensor.source_weights, tensor.is_weight) if isinstance(tensor, ShardedTensor) else None

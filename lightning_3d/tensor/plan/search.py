@@ -28,7 +28,7 @@ from torch import nn
 
 from lightning_3d.tensor.axis import sent_bytes
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
-from lightning_3d.tensor.plan.planned_axis import Caused
+from lightning_3d.tensor.plan.planned_axis import PlannedCollective
 from lightning_3d.tensor.plan.record import record_block
 from lightning_3d.tensor.plan.replay import replay
 from lightning_3d.tensor.plan.simulate import ChangedInPlace, Choice, Cut, Simulated, Terms, simulate_block
@@ -50,7 +50,7 @@ def plan_block(
     excluded: Collection[nn.Parameter] = frozenset(),
     by_hand: Mapping[str, Role] = MappingProxyType({}),
     sequence_parallel: bool = False,
-    unread: frozenset[int] = frozenset(),
+    unused_outputs: frozenset[int] = frozenset(),
 ) -> BlockTensorPlan:
     """Decide for every parameter of a block whether and how it is sharded over `size` tensor-parallel ranks.
 
@@ -78,7 +78,7 @@ def plan_block(
     }
     replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
     search = _Search(size=size, parameters=named_parameters(block), replicated=replicated, by_hand=by_hand)
-    terms = Terms(size=size, by_hand=by_hand, sequence_parallel=sequence_parallel, unread=unread)
+    terms = Terms(size=size, by_hand=by_hand, sequence_parallel=sequence_parallel, unused_outputs=unused_outputs)
     try:
         found = search.run(partial(replay, record_block(block, args, kwargs), terms=terms))
         best = simulate_block(block, args, kwargs, choice=found.choice, terms=terms)
@@ -105,7 +105,7 @@ class _Search:
 
     def run(self, simulate: Callable[..., Simulated]) -> Simulated:
         """Find the best plan; `simulate` takes a `choice`."""
-        return self._improve(self._giving_way(partial(self._group, simulate)))
+        return self._improve(self._replication_candidates(partial(self._group, simulate)))
 
     def _group(self, simulate: Callable[..., Simulated], replicated: dict[str, str]) -> Simulated:
         """Shard fused weights part by part, where that lowers the communicated bytes.
@@ -126,8 +126,8 @@ class _Search:
                 part_sizes, best = part_sizes | candidate, trial
         return best
 
-    def _giving_way(self, simulate: Simulate) -> Simulate:
-        """The same, with weights replicated whose outputs are changed in place as shards can't be."""
+    def _replication_candidates(self, simulate: Simulate) -> Simulate:
+        """Retry with weights replicated whose outputs meet an in-place operator that shards have no form of."""
         changed: dict[str, str] = {}
 
         def simulated(replicated: dict[str, str]) -> Simulated:
@@ -177,11 +177,11 @@ class _Search:
                 tried.update(self._sources(doubt) for doubt in alike)
         return best
 
-    def _sources(self, caused: Caused) -> frozenset[str]:
+    def _sources(self, caused: PlannedCollective) -> frozenset[str]:
         """The weights that a collective comes from, but for those decided by hand."""
         return caused.cause.sources.difference(self.by_hand)
 
-    def _reasons(self, caused: Caused) -> dict[str, str]:
+    def _reasons(self, caused: PlannedCollective) -> dict[str, str]:
         """Why the weights that a collective comes from are replicated."""
         made = caused.collective
         reason = f"its output would need an {made.kind} of {made.num_bytes} bytes at {made.call}"
@@ -224,16 +224,16 @@ def _shards_more_for_less(trial: Simulated, best: Simulated) -> bool:
     return more and per_element < best.communicated_bytes * trial.num_sharded_elements
 
 
-def _alike(doubts: Sequence[Caused], simulated: Simulated) -> Sequence[Caused]:
+def _alike(doubts: Sequence[PlannedCollective], simulated: Simulated) -> Sequence[PlannedCollective]:
     """The first of some collectives, and those like it: of the same call and size, and for as large outputs."""
 
-    def kind(caused: Caused) -> object:
+    def kind(caused: PlannedCollective) -> object:
         return caused.collective, simulated.bytes_behind(caused), caused.cause.row is None
 
     return [doubt for doubt in doubts if kind(doubt) == kind(doubts[0])]
 
 
-def _doubtful(simulated: Simulated, size: int) -> Iterator[Caused]:
+def _doubtful(simulated: Simulated, size: int) -> Iterator[PlannedCollective]:
     """The collectives that may cost more than the sharding is worth; those that give up least come first."""
     for caused in sorted(simulated.forward, key=simulated.bytes_behind):
         outputs, num_bytes, cause = simulated.bytes_behind(caused), caused.collective.num_bytes, caused.cause
@@ -256,6 +256,6 @@ def _plan(simulated: Simulated, size: int) -> BlockTensorPlan:
         weights=simulated.weights,
         collectives=tuple(caused.collective for caused in (*simulated.forward, *simulated.backward)),
         is_sequence_parallel=simulated.is_sequence_parallel,
-        routes=simulated.routes,
-        unread=simulated.unread,
+        data_dependent_routing=simulated.data_dependent_routing,
+        unused_outputs=simulated.unused_outputs,
     )

@@ -21,11 +21,11 @@ from lightning_3d.tensor.placement import Placement, Sharded
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
-from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
+from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
 from lightning_3d.tensor.plan.weights import Weights, sources_of
 from lightning_3d.tensor.rules import channelwise
 from lightning_3d.tensor.rules.aliases import alias_dims
-from lightning_3d.tensor.rules.call import Call, LocalCall
+from lightning_3d.tensor.rules.call import LocalCall, TorchCall
 from lightning_3d.tensor.rules.channelwise import as_channel_call
 from lightning_3d.tensor.rules.contraction import as_contraction
 from lightning_3d.tensor.rules.convolution import as_convolution
@@ -33,7 +33,7 @@ from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.rules.projection import as_projection
 from lightning_3d.tensor.rules.views import SEPARATE, cut_pieces, num_parts_of, viewed_shape
 from lightning_3d.tensor.sequence import cut_sequence
-from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, placement_of, shard_dim
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, SourceWeights, placement_of, shard_dim
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.pytree import tree_leaves
 
@@ -70,7 +70,7 @@ class Terms:
 
     sequence_parallel: bool = False
 
-    unread: frozenset[int] = frozenset()
+    unused_outputs: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,18 +94,18 @@ class Simulated:
     weights: tuple[WeightPlan, ...]
     """By parameter name, ties under every name."""
 
-    forward: tuple[Caused, ...]
+    forward: tuple[PlannedCollective, ...]
     """Its collectives, in order."""
 
-    backward: tuple[Caused, ...]
+    backward: tuple[PlannedCollective, ...]
 
     is_sequence_parallel: bool
     """Whether the input was cut along its sequence."""
 
-    routes: bool
+    data_dependent_routing: bool
     """Whether it read data, or picked experts by it."""
 
-    unread: frozenset[int]
+    unused_outputs: frozenset[int]
     """Leaves of the output, by position, that are on shards and that nothing reads."""
 
     output_bytes: Mapping[str, int]
@@ -131,7 +131,7 @@ class Simulated:
         """Bytes that each rank sends in one forward and backward."""
         return sum(caused.collective.num_bytes for caused in (*self.forward, *self.backward))
 
-    def bytes_behind(self, caused: Caused) -> int:
+    def bytes_behind(self, caused: PlannedCollective) -> int:
         """Bytes of the full outputs of the column weights that a collective comes from."""
         return sum(self.output_bytes.get(fqn, 0) for fqn in caused.cause.sources)
 
@@ -171,13 +171,13 @@ def simulate_block(
         with axis.caused_by(call="buffers that it sets"):
             simulation.make_buffers_whole(block.modules())
         leaves = tree_leaves(output)
-        unread = terms.unread & {i for i, leaf in enumerate(leaves) if shard_dim(leaf) is not None}
+        unused_outputs = terms.unused_outputs & {i for i, leaf in enumerate(leaves) if shard_dim(leaf) is not None}
         with axis.caused_by(call="the block's output"):
-            outputs = tree_leaves(simulation.gathered(output, unread))
+            outputs = tree_leaves(simulation.gathered(output, unused_outputs))
         backward = axis.backward_of(
-            leaf for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in unread
+            leaf for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in unused_outputs
         )
-    return simulation.simulated(choice, backward, unread, read_data=assumed.were_read)
+    return simulation.simulated(choice, backward, unused_outputs, read_data=assumed.were_read)
 
 
 class Simulation(Interpreter):
@@ -195,7 +195,7 @@ class Simulation(Interpreter):
         self.weights = weights
 
     def simulated(
-        self, choice: Choice, backward: Sequence[Caused], unread: frozenset[int], *, read_data: bool
+        self, choice: Choice, backward: Sequence[PlannedCollective], unused_outputs: frozenset[int], *, read_data: bool
     ) -> Simulated:
         """The course of the run, once it has ended."""
         return Simulated(
@@ -204,8 +204,8 @@ class Simulation(Interpreter):
             forward=tuple(self.axis.forward),
             backward=tuple(backward),
             is_sequence_parallel=self.sequence is not None,
-            routes=read_data or bool(self.weights.stacked),
-            unread=unread,
+            data_dependent_routing=read_data or bool(self.weights.stacked),
+            unused_outputs=unused_outputs,
             output_bytes=self.output_bytes,
             stacked=self.weights.stacked,
             weight_cuts=self.weights.cuts,
@@ -214,9 +214,9 @@ class Simulation(Interpreter):
             uneven_heads=frozenset(self.uneven_heads),
         )
 
-    def answer(self, call: Call) -> Any:
+    def dispatch(self, call: TorchCall) -> Any:
         """Also decide the weights of the call, if this is their first use, and follow where they go."""
-        call = Call(without_data(call.function), call.name, call.args, call.kwargs)
+        call = TorchCall(without_data(call.function), call.name, call.args, call.kwargs)
         with self.axis.caused_by(call=call.name):
             self.weights.cut(call)
             self.weights.join_features(call)
@@ -225,11 +225,11 @@ class Simulation(Interpreter):
                 return made
             own = call.mapped(self.weights.sharded) if self.weights.are_in(call) else call
             self._note_cuts(own, own.first)
-            output = super().answer(own)
-        self.weights.settle(call.name, call.tensors, output)
+            output = super().dispatch(own)
+        self.weights.finalize_uses(call.name, call.tensors, output)
         return output
 
-    def _decide(self, call: Call) -> None:
+    def _decide(self, call: TorchCall) -> None:
         if (projection := as_projection(call) or as_convolution(call)) is not None:
             self.weights.decide(projection)
         elif (contraction := as_contraction(call, self.weights.is_weight)) is not None:
@@ -245,20 +245,20 @@ class Simulation(Interpreter):
         """Run it as on shards, with the weights as decided so far."""
         if is_own(cls.__module__):
             return function(*args, **kwargs)
-        call = Call(function, cls.__name__, args, kwargs)
+        call = TorchCall(function, cls.__name__, args, kwargs)
         own = call.mapped(self.weights.sharded)
         with self.axis.caused_by(call=call.name):
             output = super().on_custom_function(cls, function, own.args, own.kwargs)
-        self.weights.settle(call.name, call.tensors, output)
+        self.weights.finalize_uses(call.name, call.tensors, output)
         return output
 
-    def refuse_change(self, call: Call, tensor: Tensor) -> None:
+    def refuse_change(self, call: TorchCall, tensor: Tensor) -> None:
         """Raise `ChangedInPlace`."""
         raise ChangedInPlace(call.name, sources_of(tensor))
 
     # ------------------------------------------------------------------------------------ where sharding comes from
 
-    def execute(self, call: Call, local: LocalCall) -> Any:
+    def execute(self, call: TorchCall, local: LocalCall) -> Any:
         """Also note how much a weight's uses give, and which weights are stacks."""
         if local.makes_weight and None in (alias_dims(call) or ()):
             self.weights.stacked.update(sources_of(local.tensors[0]))
@@ -271,9 +271,11 @@ class Simulation(Interpreter):
     def wrap(self, result: Tensor, placement: Placement, local: LocalCall, start: int) -> Tensor:
         """Also note the origin."""
         made = super().wrap(result, placement, local, start)
-        if isinstance(made, ShardedTensor) and made.origin is None:
+        if isinstance(made, ShardedTensor) and made.source_weights is None:
             own = _own(local)
-            made.origin = Origin(_sources(own), start + _start_of(own, made, is_piece=bool(local.starts)))
+            made.source_weights = SourceWeights(
+                _sources(own), start + _start_of(own, made, is_piece=bool(local.offsets))
+            )
         return made
 
     def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
@@ -283,7 +285,7 @@ class Simulation(Interpreter):
         with self.axis.caused_by(sources=sources, row=row):
             made = super().sum(partial, local)
         if isinstance(made, ShardedTensor):  # a slice of the sequence, which comes from no weight
-            made.origin = Origin(frozenset())
+            made.source_weights = SourceWeights(frozenset())
         return made
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -291,13 +293,18 @@ class Simulation(Interpreter):
         with self.axis.caused_by(sources=sources_of(tensor)) if isinstance(tensor, ShardedTensor) else nullcontext():
             return super().whole(tensor)
 
-    def _note_cuts(self, call: Call, tensor: Any) -> None:
+    def _note_cuts(self, call: TorchCall, tensor: Any) -> None:
         """Note where a call separates the features of column weights in its first argument, which is `tensor` now."""
         dim = shard_dim(tensor)
-        if call.name not in SEPARATE or not isinstance(tensor, ShardedTensor) or dim is None or tensor.origin is None:
+        if (
+            call.name not in SEPARATE
+            or not isinstance(tensor, ShardedTensor)
+            or dim is None
+            or tensor.source_weights is None
+        ):
             return
-        origin, length = tensor.origin, tensor.shape[dim]
-        is_whole = origin.start == 0 and self.weights.have_features(origin.sources, length)
+        source_weights, length = tensor.source_weights, tensor.shape[dim]
+        is_whole = source_weights.start == 0 and self.weights.have_features(source_weights.sources, length)
         if dim != tensor.dim() - 1 and not is_whole:
             return
         pieces = cut_pieces(call, dim)
@@ -306,27 +313,33 @@ class Simulation(Interpreter):
         if pieces is None and (shape := viewed_shape(call)) is not None:
             is_opened = len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and call.name != "unsqueeze"
             if is_opened and shape[dim] % self.axis.size:
-                self.uneven_heads |= origin.sources
+                self.uneven_heads |= source_weights.sources
             num_parts, notes = num_parts_of(tuple(tensor.shape), shape, dim), self.view_cuts
             edges = set(range(0, length, length // num_parts))
         if len(edges) > 1:
-            absolute = frozenset(origin.start + edge for edge in edges)
-            notes.append(Cut(sources=origin.sources, features=origin.start + length, edges=absolute))
+            absolute = frozenset(source_weights.start + edge for edge in edges)
+            notes.append(Cut(sources=source_weights.sources, features=source_weights.start + length, edges=absolute))
 
 
 def _own(local: LocalCall) -> list[ShardedTensor]:
     """The operands of which every rank reads its own part."""
-    pairs = zip(local.tensors, local.needs, strict=True)
-    return [tensor for tensor, need in pairs if isinstance(tensor, ShardedTensor) and placement_of(tensor) == need]
+    pairs = zip(local.tensors, local.input_placements, strict=True)
+    return [
+        tensor
+        for tensor, input_placement in pairs
+        if isinstance(tensor, ShardedTensor) and placement_of(tensor) == input_placement
+    ]
 
 
 def _sources(tensors: Sequence[ShardedTensor]) -> frozenset[str]:
-    return frozenset[str]().union(*(tensor.origin.sources for tensor in tensors if tensor.origin is not None))
+    return frozenset[str]().union(
+        *(tensor.source_weights.sources for tensor in tensors if tensor.source_weights is not None)
+    )
 
 
 def _start_of(own: Sequence[ShardedTensor], made: ShardedTensor, *, is_piece: bool) -> int:
     """The feature with which the first operand begins, if the result has the same features or is a piece of them."""
-    if not own or own[0].origin is None:
+    if not own or own[0].source_weights is None:
         return 0
     is_same = own[0].shape[own[0].placement.dim] == made.shape[made.placement.dim]
-    return own[0].origin.start if is_piece or is_same else 0
+    return own[0].source_weights.start if is_piece or is_same else 0

@@ -17,16 +17,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Parts, Placement, Shard, Sharded, in_parts
+from lightning_3d.tensor.placement import InterleavedShard, Placement, Shard, Sharded, in_parts
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims
-from lightning_3d.tensor.rules.call import Call
+from lightning_3d.tensor.rules.call import TorchCall
 from lightning_3d.tensor.rules.contraction import Contraction
 from lightning_3d.tensor.rules.convolution import Convolution
 from lightning_3d.tensor.rules.function import tensors_in
 from lightning_3d.tensor.rules.projection import Projection
 from lightning_3d.tensor.rules.views import cut_pieces
-from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, parts_of, placement_of, shard_dim
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, SourceWeights, parts_of, placement_of, shard_dim
 
 _ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 
@@ -110,7 +110,7 @@ class Weights:
         """The decisions, by name."""
         return tuple(self._weights[id(fake)].plan(fqn) for fqn, fake in self._fakes.items())
 
-    def are_in(self, call: Call) -> bool:
+    def are_in(self, call: TorchCall) -> bool:
         """Whether a call has a weight, or an alias of one, among its arguments."""
         return not self._aliases.keys().isdisjoint(map(id, call.tensors))
 
@@ -131,11 +131,11 @@ class Weights:
             placement = sharding.at(alias.dims.index(sharding.dim))
             sharded = self._shard_alias(alias.tensor, placement)
             # A vector goes with the features of another weight, which are the origin of what is sharded.
-            sharded.origin = Origin(frozenset({alias.weight.fqn} if alias.weight.fake.dim() > 1 else ()))
+            sharded.source_weights = SourceWeights(frozenset({alias.weight.fqn} if alias.weight.fake.dim() > 1 else ()))
             self._sharded[id(tensor)] = sharded
         return self._sharded[id(tensor)]
 
-    def make_aliases(self, call: Call, run: Callable[[Call], Any]) -> Any:
+    def make_aliases(self, call: TorchCall, run: Callable[[TorchCall], Any]) -> Any:
         """The results of a call, from `run`, that makes aliases of a weight that may still be sharded; else None."""
         source = self._aliases.get(id(call.first))
         if source is None or source.weight.role is not None:
@@ -159,7 +159,7 @@ class Weights:
         named = [weight for weight in self._weights.values() if weight.fqn in fqns]
         return all(weight.fake.shape[weight.sharding.dim if weight.sharding else 0] == length for weight in named)
 
-    def cut(self, call: Call) -> None:
+    def cut(self, call: TorchCall) -> None:
         """Before a call that cuts an undecided weight: column, if its parts are known."""
         weight = self._undecided(call.first)
         if weight is None or call.first is not weight.fake:
@@ -215,8 +215,8 @@ class Weights:
                 return
         weight.replicate(f"none of its {role} features {lengths} is divisible by {self._axis.size}")
 
-    def settle(self, name: str, tensors: Iterable[Tensor], output: object) -> None:
-        """After a call that is no projection: weights that it made a tensor of, and that were undecided, replicate."""
+    def finalize_uses(self, name: str, tensors: Iterable[Tensor], output: object) -> None:
+        """Replicate each weight whose first use is this call, which no rule shards."""
         has_results = bool(tensors_in(output))
         for tensor in tensors if has_results else ():
             if (weight := self._undecided(tensor)) is not None:
@@ -272,7 +272,7 @@ class Weights:
         if vector is not None and tensor.shape == (length,):
             self._shard(vector, "column", self._aliases[id(tensor)].dims[0], like)
 
-    def join_features(self, call: Call) -> None:
+    def join_features(self, call: TorchCall) -> None:
         """Before a call that adds an undecided weight, a bias, to features of column weights: it goes with them."""
         if call.name not in _ADDITIONS or call.kwargs or not len(call.args) == len(call.tensors) == 2:
             return
@@ -292,7 +292,7 @@ class Weights:
             weight.replicate("its features are picked by index")
             return
         known = self._part_sizes.get(weight.fqn, ()) if role == "column" else ()
-        sizes = like.sizes if isinstance(like, Parts) else known
+        sizes = like.sizes if isinstance(like, InterleavedShard) else known
         weight.role, weight.sharding = role, in_parts(dim, sizes, self._axis.size)
 
     def _replicate_bias(self, call: Projection, reason: str) -> None:
@@ -302,8 +302,8 @@ class Weights:
 
 def sources_of(tensor: Tensor) -> frozenset[str]:
     """FQNs of the column weights that a sharded tensor comes from; none for any other."""
-    origin = tensor.origin if isinstance(tensor, ShardedTensor) else None
-    return frozenset() if origin is None else origin.sources
+    source_weights = tensor.source_weights if isinstance(tensor, ShardedTensor) else None
+    return frozenset() if source_weights is None else source_weights.sources
 
 
 def named_parameters(block: nn.Module) -> dict[str, nn.Parameter]:

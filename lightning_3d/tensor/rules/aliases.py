@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.rules.call import Call, LocalCall
+from lightning_3d.tensor.rules.call import LocalCall, TorchCall
 from lightning_3d.tensor.rules.contraction import is_weight
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
@@ -29,7 +29,7 @@ _SLICED_FROM_DIM = 3
 """Weights of fewer dims have their features along dim 0: a slice of it cuts features, and picks nothing."""
 
 
-def alias_dims(call: Call) -> AliasDims | None:
+def alias_dims(call: TorchCall) -> AliasDims | None:
     """For a call that makes aliases of its first argument the dims of each of them; None for any other call."""
     read = _READERS.get(call.name)
     if read is None or not isinstance(call.first, Tensor) or call.first.dim() > len(_PRIMES):
@@ -37,7 +37,7 @@ def alias_dims(call: Call) -> AliasDims | None:
     return read(call.function, *call.args, **call.kwargs)
 
 
-def alias(call: Call, axis: Axis) -> LocalCall | None:
+def alias(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A sharded weight in another form: every rank makes it of its own part."""
     weight = call.first
     if not isinstance(weight, ShardedTensor) or not is_weight(weight):
@@ -47,7 +47,7 @@ def alias(call: Call, axis: Axis) -> LocalCall | None:
         return None  # what picks from a weight, if it is a tensor, has to be whole on every rank
     return LocalCall(
         tensors=(weight,),
-        needs=(at,),
+        input_placements=(at,),
         run=lambda local: call.function(local, *call.args[1:], **call.kwargs),
         result=at.at(dims.index(at.dim)),
         makes_weight=True,
@@ -94,7 +94,7 @@ def _split(function: Function, tensor: Tensor, pieces: object, dim: int = 0) -> 
 
 
 def _picked(tensor: Tensor, num_dims: int) -> AliasDims | None:
-    """Dim 0 becomes so many dims."""
+    """Indexing dim 0 by an n-d index: (E, ...) -> (i1, ..., in, ...)."""
     return (*[None] * num_dims, *range(1, tensor.dim())) if tensor.dim() > 1 else None
 
 

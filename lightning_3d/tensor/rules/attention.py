@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Placement, Shard
-from lightning_3d.tensor.rules.call import Call, LocalCall, on_whole
+from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, Placement, Shard
+from lightning_3d.tensor.rules.call import LocalCall, TorchCall, on_whole
 from lightning_3d.tensor.rules.randomness import apply_drops, draws, own_drops, seeded_for_rank
 from lightning_3d.tensor.sharded_tensor import placement_of, shard_dim
 from lightning_3d.torch_internals.attention import attention_weights, drops_by_itself
@@ -65,27 +65,29 @@ class Attention:
         """How the mask must lie if the query is sharded on `dim`: alike, or whole if it is broadcast along it."""
         along = dim - self.query.dim() + mask.dim()
         # Every rank has a part of the gradient of the whole.
-        return Shard(along) if along >= 0 and mask.shape[along] != 1 else EACH
+        return Shard(along) if along >= 0 and mask.shape[along] != 1 else REPLICATE_PARTIAL_GRAD
 
 
-def attend(call: Call, axis: Axis) -> LocalCall:
+def attend(call: TorchCall, axis: Axis) -> LocalCall:
     """Attention on this rank's heads (or part of the batch); torch 2.13 has no rule for all of its kernels."""
     attention = Attention(*call.args, **call.kwargs)
     dim = attention.shared_dim(axis.size)
     if dim is None:
         return on_whole(call)
     operands: tuple[Tensor, ...] = (attention.query, attention.key, attention.value)
-    needs: list[Placement] = [EACH if placement_of(tensor) is None else Shard(dim) for tensor in operands]
+    input_placements: list[Placement] = [
+        REPLICATE_PARTIAL_GRAD if placement_of(tensor) is None else Shard(dim) for tensor in operands
+    ]
     if attention.attn_mask is not None:
-        needs.append(attention.mask_need(attention.attn_mask, dim))
+        input_placements.append(attention.mask_need(attention.attn_mask, dim))
         operands = (*operands, attention.attn_mask)
     num_heads = attention.query.shape[dim]
     options = {name: getattr(attention, name) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
 
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         key, value = (
-            _needed_heads(tensor, dim, num_heads, axis) if need == EACH else tensor
-            for tensor, need in zip((key, value), needs[1:3], strict=True)
+            _needed_heads(tensor, dim, num_heads, axis) if input_placement == REPLICATE_PARTIAL_GRAD else tensor
+            for tensor, input_placement in zip((key, value), input_placements[1:3], strict=True)
         )
         if not draws(attention.dropout_p):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
@@ -96,7 +98,7 @@ def attend(call: Call, axis: Axis) -> LocalCall:
         with seeded_for_rank(query.device, axis.rank):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
-    return LocalCall(tensors=operands, needs=tuple(needs), run=run, result=Shard(dim))
+    return LocalCall(tensors=operands, input_placements=tuple(input_placements), run=run, result=Shard(dim))
 
 
 _OTHER_NUMBERS = (

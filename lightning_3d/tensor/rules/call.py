@@ -22,12 +22,12 @@ from typing import Any
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import WHOLE, Partial, Placement
+from lightning_3d.tensor.placement import REPLICATE, Partial, Placement
 from lightning_3d.tensor.rules.function import Function, map_tensors, tensors_in
 from lightning_3d.torch_internals.dispatch import SET_DATA, is_in_place
 
 
-class Call:
+class TorchCall:
     """A call of a torch function; `name` is what the table of rules goes by."""
 
     __slots__ = ("args", "function", "kwargs", "name", "tensors")
@@ -55,10 +55,10 @@ class Call:
         changes = self.function == SET_DATA or is_in_place(self.name)
         return self.first if changes and isinstance(self.first, Tensor) else None
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> TorchCall:
         """The same call with each of its tensors changed."""
         args, kwargs = map_tensors(change, (self.args, self.kwargs))
-        return Call(self.function, self.name, args, kwargs)
+        return TorchCall(self.function, self.name, args, kwargs)
 
     def run(self, *tensors: Tensor) -> Any:
         """The same call with others in the place of its tensors."""
@@ -74,7 +74,7 @@ class RunningStatistic:
     changes: bool
 
 
-Need = Placement | RunningStatistic
+InputPlacement = Placement | RunningStatistic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,13 +83,13 @@ class LocalCall:
 
     tensors: tuple[Tensor, ...]
 
-    needs: tuple[Need, ...]
+    input_placements: tuple[InputPlacement, ...]
     """The placement that each of them must have; those that lie otherwise are brought into it."""
 
     run: Callable[..., Any]
     """Computes this rank's results from these tensors."""
 
-    result: Placement | tuple[Placement, ...] = WHOLE
+    result: Placement | tuple[Placement, ...] = REPLICATE
     """The placement of all tensors among the results, or of each; a partial one is summed at once."""
 
     weight: Tensor | None = None
@@ -98,21 +98,21 @@ class LocalCall:
     makes_weight: bool = False
     """Whether the results are the weight in another form, such as its transpose."""
 
-    starts: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
     """Where the results begin along the sharded dim of the only tensor, if they are pieces of it."""
 
-    then: Callable[[Tensor], Any] | None = None
+    epilogue: Callable[[Tensor], Any] | None = None
     """A further call on the result, such as adding a bias to the sum."""
 
 
-Rule = Callable[[Call, Axis], LocalCall | None]
+Rule = Callable[[TorchCall, Axis], LocalCall | None]
 """Gives None for a call that it has no sharded form for."""
 
 
-def on_whole(call: Call) -> LocalCall:
+def on_whole(call: TorchCall) -> LocalCall:
     """Every rank makes the call on whole tensors."""
     tensors = call.tensors
-    return LocalCall(tensors=tensors, needs=(WHOLE,) * len(tensors), run=call.run)
+    return LocalCall(tensors=tensors, input_placements=(REPLICATE,) * len(tensors), run=call.run)
 
 
 PARTIAL = Partial()

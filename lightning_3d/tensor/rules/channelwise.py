@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Shard
-from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
+from lightning_3d.tensor.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall, on_whole
 from lightning_3d.tensor.rules.function import Function, function_name
 from lightning_3d.tensor.sharded_tensor import shard_dim
 
 
-def on_channels(call: Call, axis: Axis) -> LocalCall | None:
+def on_channels(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A call on this rank's channels, or on full tensors if it has to be."""
     channels = as_channel_call(call, axis.size)
     if channels is None:
@@ -31,14 +31,14 @@ def on_channels(call: Call, axis: Axis) -> LocalCall | None:
     own = channels.call
     statistic, along = RunningStatistic(channels.changes_statistics), Shard(channels.dim)
 
-    def need(tensor: Tensor) -> Need:
+    def input_placement(tensor: Tensor) -> InputPlacement:
         if any(tensor is buffer for buffer in channels.statistics):
             return statistic
         return Shard(0) if any(tensor is vector for vector in channels.vectors) else along
 
     return LocalCall(
         tensors=own.tensors,
-        needs=tuple(need(tensor) for tensor in own.tensors),
+        input_placements=tuple(input_placement(tensor) for tensor in own.tensors),
         run=own.run,
         result=along,
     )
@@ -48,7 +48,7 @@ def on_channels(call: Call, axis: Axis) -> LocalCall | None:
 class ChannelCall:
     """How a rank makes one call on its own channels."""
 
-    call: Call
+    call: TorchCall
     """With full tensors; counts of channels are already those of one rank."""
 
     dim: int | None
@@ -63,7 +63,7 @@ class ChannelCall:
     changes_statistics: bool = False
 
 
-def as_channel_call(call: Call, size: int) -> ChannelCall | None:
+def as_channel_call(call: TorchCall, size: int) -> ChannelCall | None:
     """Read a call, one of whose tensors is sharded over `size` ranks; None for one that is not on own channels."""
     if call.function not in _CALLS:
         return None
@@ -105,7 +105,7 @@ _WITH_OPTIONS: Sequence[Function] = (*_NORMS, F.pad)
 _SIGNATURES = {function: inspect.signature(function) for function in _WITH_OPTIONS}
 
 
-def _is_independent(call: Call, input: Tensor, dim: int) -> bool:
+def _is_independent(call: TorchCall, input: Tensor, dim: int) -> bool:
     """Whether a call works along other dims than the sharded one."""
     if call.function in _ALONG:
         return dim < input.dim() - _ALONG[call.function]
@@ -115,7 +115,7 @@ def _is_independent(call: Call, input: Tensor, dim: int) -> bool:
     return dim < input.dim() - num_padded
 
 
-def _norm(call: Call, size: int) -> ChannelCall:
+def _norm(call: TorchCall, size: int) -> ChannelCall:
     given = _arguments(call)
     changes = given.get("training") or given.get("use_input_stats")
     is_local = shard_dim(given["input"]) == 1
@@ -124,7 +124,7 @@ def _norm(call: Call, size: int) -> ChannelCall:
         given["num_groups"] //= size if is_local else 1
     statistics = tuple(given[name] for name in ("running_mean", "running_var") if given.get(name) is not None)
     return ChannelCall(
-        call=Call(call.function, call.name, (), given),
+        call=TorchCall(call.function, call.name, (), given),
         dim=1 if is_local else None,
         vectors=tuple(given[name] for name in ("weight", "bias") if given[name] is not None),
         statistics=statistics,
@@ -132,7 +132,7 @@ def _norm(call: Call, size: int) -> ChannelCall:
     )
 
 
-def _arguments(call: Call) -> dict[str, Any]:
+def _arguments(call: TorchCall) -> dict[str, Any]:
     bound = _SIGNATURES[call.function].bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     return bound.arguments

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
-from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
+from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Shard
+from lightning_3d.tensor.rules.call import PARTIAL, LocalCall, TorchCall
 from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of
 from lightning_3d.torch_internals.autocast import as_autocast
@@ -66,7 +66,7 @@ class Contraction:
         return torch.einsum(f"{self.of_input},{self.of_weight}->{self.of_output}", input, weight)
 
 
-def contract(call: Call, axis: Axis) -> LocalCall | None:
+def contract(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A contraction with a sharded weight: column gives a sharded result, row a partial one."""
     contraction = as_contraction(call, is_weight)
     if contraction is None:
@@ -74,11 +74,11 @@ def contract(call: Call, axis: Axis) -> LocalCall | None:
     at = contraction.weight.placement  # type: ignore[attr-defined]  # `is_weight`
     letter = contraction.of_weight[at.dim]
     is_column = letter in contraction.features
-    if not is_column and (letter not in contraction.contracted or isinstance(at, Parts)):
+    if not is_column and (letter not in contraction.contracted or isinstance(at, InterleavedShard)):
         return None
     return LocalCall(
         tensors=(contraction.input, contraction.weight),
-        needs=(EACH if is_column else Shard(contraction.of_input.index(letter)), at),
+        input_placements=(REPLICATE_PARTIAL_GRAD if is_column else Shard(contraction.of_input.index(letter)), at),
         run=contraction.run,
         result=at.at(contraction.of_output.index(letter)) if is_column else PARTIAL,
         weight=contraction.weight,
@@ -90,7 +90,7 @@ def is_weight(tensor: Tensor) -> bool:
     return isinstance(tensor, ShardedTensor) and tensor.is_weight
 
 
-def as_contraction(call: Call, is_weight: Callable[[Tensor], bool]) -> Contraction | None:
+def as_contraction(call: TorchCall, is_weight: Callable[[Tensor], bool]) -> Contraction | None:
     """Read a call as a contraction of an activation with a weight, or None."""
     if call.function is torch.einsum and not call.kwargs:
         return _einsum(call.args, is_weight)
@@ -104,7 +104,7 @@ def as_contraction(call: Call, is_weight: Callable[[Tensor], bool]) -> Contracti
     return _of_weight(call.args, ("bnk", "bkm"), "bnm", is_weight)
 
 
-def multiply_stacks(call: Call, axis: Axis) -> LocalCall | None:
+def multiply_stacks(call: TorchCall, axis: Axis) -> LocalCall | None:
     """Two activations sharded on the same batch dim, or one of them: a plain operand is cut alike, or broadcast."""
     if not _is_batched_matmul(call):
         return None
@@ -116,16 +116,18 @@ def multiply_stacks(call: Call, axis: Axis) -> LocalCall | None:
     length = max(left.shape[at.dim], right.shape[at.dim])
     if any(operand.shape[at.dim] not in (1, length) for operand in call.args):
         return None
-    needs: list[Placement] = [at if operand.shape[at.dim] == length else EACH for operand in call.args]
-    return LocalCall(tensors=(left, right), needs=tuple(needs), run=call.run, result=at)
+    input_placements: list[Placement] = [
+        at if operand.shape[at.dim] == length else REPLICATE_PARTIAL_GRAD for operand in call.args
+    ]
+    return LocalCall(tensors=(left, right), input_placements=tuple(input_placements), run=call.run, result=at)
 
 
-def _is_batched_matmul(call: Call) -> bool:
+def _is_batched_matmul(call: TorchCall) -> bool:
     """Whether a call multiplies two stacks of matrices, ``[..., n, k] @ [..., k, m]``."""
     return call.function in _BATCHED_MATMULS and len(call.args) == 2 and not call.kwargs
 
 
-def _experts_matmul(call: Call, is_weight: Callable[[Tensor], bool]) -> Contraction | None:
+def _experts_matmul(call: TorchCall, is_weight: Callable[[Tensor], bool]) -> Contraction | None:
     """``grouped_mm``, in torch and in transformers: one product per expert with the rows that are routed to it.
 
     Input ``[rows, in]``, sorted by expert; weight ``[experts, in, out]``; offsets ``[experts]``, where each one's rows

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts
-from lightning_3d.tensor.rules.call import Call, LocalCall, on_whole
+from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard
+from lightning_3d.tensor.rules.call import LocalCall, TorchCall, on_whole
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.rules.projection import Projection
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -75,7 +75,7 @@ _CONVOLUTIONS: Mapping[Function, tuple[int, Sequence[str]]] = {
 NAMES = tuple(function.__name__ for function in _CONVOLUTIONS)
 
 
-def as_convolution(call: Call) -> Convolution | None:
+def as_convolution(call: TorchCall) -> Convolution | None:
     """Read a call as a convolution, or None."""
     if call.function not in _CONVOLUTIONS:
         return None
@@ -94,7 +94,7 @@ def as_convolution(call: Call) -> Convolution | None:
     )
 
 
-def convolve(call: Call, axis: Axis) -> LocalCall | None:
+def convolve(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A convolution of a sharded input, or with a sharded weight."""
     convolution = as_convolution(call)
     if convolution is None:
@@ -104,13 +104,15 @@ def convolve(call: Call, axis: Axis) -> LocalCall | None:
         return on_whole(call)
     along = at.at(convolution.input_dim)
     if convolution.groups > 1:
-        is_own = convolution.is_depthwise if isinstance(at, Parts) else convolution.groups % axis.size == 0
+        is_own = convolution.is_depthwise if isinstance(at, InterleavedShard) else convolution.groups % axis.size == 0
         if at.dim != 0 or not is_own:
             return on_whole(call)
         own = replace(convolution, groups=convolution.groups // axis.size)
         return own.column(at, input=along, bias=at.at(0), result=along)
     if at.dim == convolution.features_dim:
-        return convolution.column(at, input=EACH, bias=at.at(0), result=along)
+        return convolution.column(at, input=REPLICATE_PARTIAL_GRAD, bias=at.at(0), result=along)
     return (
-        convolution.row(at) if at.dim == 1 - convolution.features_dim and not isinstance(at, Parts) else on_whole(call)
+        convolution.row(at)
+        if at.dim == 1 - convolution.features_dim and not isinstance(at, InterleavedShard)
+        else on_whole(call)
     )

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, in_parts
-from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
+from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Shard, in_parts
+from lightning_3d.tensor.rules.call import PARTIAL, LocalCall, TorchCall
 from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.sharded_tensor import placement_of
 
@@ -23,7 +23,7 @@ _OF_ANY_LENGTHS = {
 """Calls that are decided alike whatever the lengths of dims: no argument names one, and no operator goes by one."""
 
 
-def generic(call: Call, axis: Axis) -> LocalCall | None:
+def generic(call: TorchCall, axis: Axis) -> LocalCall | None:
     """The local form of a call, or None.
 
     Args:
@@ -34,26 +34,26 @@ def generic(call: Call, axis: Axis) -> LocalCall | None:
     if form is None:
         return None
     tensors = call.tensors
-    needs: list[Placement] = []
+    input_placements: list[Placement] = []
     for tensor, cut in zip(tensors, form.cuts, strict=True):
         placement = placement_of(tensor)
         if placement is not None:
-            needs.append(placement)
+            input_placements.append(placement)
         else:
-            needs.append(EACH if cut is None else in_parts(cut, sizes, axis.size))
+            input_placements.append(REPLICATE_PARTIAL_GRAD if cut is None else in_parts(cut, sizes, axis.size))
     run = call.run
     if form.local_shape is not None:
         run = functools.partial(call_locally, call.function, form.local_shape)
     if form.is_mean:
         run = functools.partial(_mean, run, axis.size)
     result = tuple([PARTIAL if dim is None else in_parts(dim, sizes, axis.size) for dim in form.dims])
-    return LocalCall(tensors=tensors, needs=tuple(needs), run=run, result=result)
+    return LocalCall(tensors=tensors, input_placements=tuple(input_placements), run=run, result=result)
 
 
-def _looked_up(call: Call, size: int) -> tuple[LocalForm | None, tuple[int, ...]]:
+def _looked_up(call: TorchCall, size: int) -> tuple[LocalForm | None, tuple[int, ...]]:
     """The form, and the sizes of the parts of what is sharded, if it has any."""
     placements = [placement for tensor in call.tensors if (placement := placement_of(tensor)) is not None]
-    parts = {placement.sizes if isinstance(placement, Parts) else () for placement in placements}
+    parts = {placement.sizes if isinstance(placement, InterleavedShard) else () for placement in placements}
     if len(parts) != 1:
         return None, ()
     lengths = _Renamed(size) if call.name in _OF_ANY_LENGTHS else None
@@ -68,7 +68,7 @@ def _looked_up(call: Call, size: int) -> tuple[LocalForm | None, tuple[int, ...]
 def _operand(lengths: _Renamed | None, tensor: Tensor) -> Operand:
     placement = placement_of(tensor)
     shape = tensor.shape if lengths is None else tuple([lengths[length] for length in tensor.shape])
-    if isinstance(placement, Parts):
+    if isinstance(placement, InterleavedShard):
         return Operand(shape, tensor.dtype, tensor.device, placement.dim, placement.sizes)
     return Operand(shape, tensor.dtype, tensor.device, placement.dim if isinstance(placement, Shard) else None)
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Placement, Sharded
-from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
+from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Sharded
+from lightning_3d.tensor.rules.call import PARTIAL, LocalCall, TorchCall
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.sharded_tensor import placement_of
 from lightning_3d.torch_internals.autocast import as_autocast
@@ -49,10 +49,10 @@ class Projection:
 
     def column(self, at: Sharded, *, input: Placement, bias: Placement, result: Sharded) -> LocalCall:
         """Every rank computes its own features with its part of the weight."""
-        operands, needs = (self.input, self.weight), (input, at)
+        operands, input_placements = (self.input, self.weight), (input, at)
         return LocalCall(
             tensors=operands if self.bias is None else (*operands, self.bias),
-            needs=needs if self.bias is None else (*needs, bias),
+            input_placements=input_placements if self.bias is None else (*input_placements, bias),
             run=self.run,
             result=result,
             weight=self.weight,
@@ -62,11 +62,11 @@ class Projection:
         """Every rank computes a part of the sum with its part of the weight; the bias is added to the sum."""
         return LocalCall(
             tensors=(self.input, self.weight),
-            needs=(at.at(self.input_dim), at),
+            input_placements=(at.at(self.input_dim), at),
             run=self.run,
             result=PARTIAL,
             weight=self.weight,
-            then=None if self.bias is None else self.with_bias,
+            epilogue=None if self.bias is None else self.with_bias,
         )
 
 
@@ -98,7 +98,7 @@ _PROJECTIONS: Mapping[Function, Callable[..., Projection | None]] = {
 }
 
 
-def as_projection(call: Call) -> Projection | None:
+def as_projection(call: TorchCall) -> Projection | None:
     """Read a call as ``input @ weight + bias`` with a two-dimensional weight, or None."""
     read = _PROJECTIONS.get(call.function)
     projection = read(*call.args, **call.kwargs) if read is not None else None
@@ -107,15 +107,15 @@ def as_projection(call: Call) -> Projection | None:
     return projection
 
 
-def project(call: Call, axis: Axis) -> LocalCall | None:
+def project(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A product with a sharded weight: column gives a sharded result, row a partial one."""
     projection = as_projection(call)
     at = None if projection is None else placement_of(projection.weight)
     if projection is None or at is None:
         return None
     if at.dim != projection.features_dim:
-        return None if isinstance(at, Parts) else projection.row(at)
+        return None if isinstance(at, InterleavedShard) else projection.row(at)
     bias = projection.bias
     is_alike = bias is None or bias.shape[-1:] in ((), (1,))  # for all features
-    of_bias = EACH if bias is None or is_alike else at.at(bias.dim() - 1)
-    return projection.column(at, input=EACH, bias=of_bias, result=at.at(projection.input_dim))
+    of_bias = REPLICATE_PARTIAL_GRAD if bias is None or is_alike else at.at(bias.dim() - 1)
+    return projection.column(at, input=REPLICATE_PARTIAL_GRAD, bias=of_bias, result=at.at(projection.input_dim))

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Sharded
-from lightning_3d.tensor.rules.call import Call, LocalCall
+from lightning_3d.tensor.rules.call import LocalCall, TorchCall
 from lightning_3d.tensor.sharded_tensor import placement_of
 
 # ------------------------------------------------------------------------------------------------------------- rules
 
 
-def drop(call: Call, axis: Axis) -> LocalCall | None:
+def drop(call: TorchCall, axis: Axis) -> LocalCall | None:
     """Elementwise dropout of this rank's part."""
     read = _functional_dropout if call.function is F.dropout else _torch_dropout
     input, p, is_training, inplace = read(*call.args, **call.kwargs)
@@ -39,7 +39,7 @@ def drop(call: Call, axis: Axis) -> LocalCall | None:
             return F.dropout(local, p, is_training, inplace)
         return apply_drops(local, own_drops(local, at, axis, p, is_fused=_is_fused(local, inplace)), p, inplace)
 
-    return LocalCall(tensors=(input,), needs=(at,), run=run, result=at)
+    return LocalCall(tensors=(input,), input_placements=(at,), run=run, result=at)
 
 
 def _functional_dropout(

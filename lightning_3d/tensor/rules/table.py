@@ -16,26 +16,26 @@ from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
 def _table() -> Mapping[str, tuple[Rule, ...]]:
     rules: dict[str, tuple[Rule, ...]] = {}
 
-    def answer(names: Iterable[str], *answers: Rule) -> None:
+    def register(names: Iterable[str], *answers: Rule) -> None:
         for name in names:
             rules[name] = (*rules.get(name, ()), *answers)
 
-    answer(("linear", "addmm", "mm"), projection.project)
-    answer(("matmul", "__matmul__"), projection.project, contraction.contract, contraction.multiply_stacks)
-    answer(("bmm",), contraction.contract, contraction.multiply_stacks)
-    answer(("einsum", *EXPERTS_MATMULS), contraction.contract)
-    answer(convolution.NAMES, convolution.convolve)
-    answer(("scaled_dot_product_attention",), attend)
-    answer(("dropout",), randomness.drop)
-    answer(channelwise.NAMES, channelwise.on_channels)
-    answer(aliases.NAMES, aliases.alias)
-    answer(views.CUTS, views.cut_parts)
-    answer(("__getitem__",), views.take_every_nth)
-    answer(views.VIEWS, views.view_parts, views.merge_into_parts)
-    answer(("__getitem__",), views.take_beside)
-    answer(("__setitem__",), views.set_beside)
-    answer(("repeat",), views.repeat_into_parts)
-    answer(("new_empty", "new_zeros", "new_ones", "new_full"), views.make_alike)
+    register(("linear", "addmm", "mm"), projection.project)
+    register(("matmul", "__matmul__"), projection.project, contraction.contract, contraction.multiply_stacks)
+    register(("bmm",), contraction.contract, contraction.multiply_stacks)
+    register(("einsum", *EXPERTS_MATMULS), contraction.contract)
+    register(convolution.NAMES, convolution.convolve)
+    register(("scaled_dot_product_attention",), attend)
+    register(("dropout",), randomness.drop)
+    register(channelwise.NAMES, channelwise.on_channels)
+    register(aliases.NAMES, aliases.alias)
+    register(views.CUTS, views.cut_parts)
+    register(("__getitem__",), views.take_every_nth)
+    register(views.VIEWS, views.view_parts, views.merge_into_parts)
+    register(("__getitem__",), views.take_beside)
+    register(("__setitem__",), views.set_beside)
+    register(("repeat",), views.repeat_into_parts)
+    register(("new_empty", "new_zeros", "new_ones", "new_full"), views.make_alike)
     return rules
 
 

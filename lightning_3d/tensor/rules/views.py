@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Shard, Sharded, in_parts
-from lightning_3d.tensor.rules.call import Call, LocalCall
+from lightning_3d.tensor.rules.call import LocalCall, TorchCall
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, parts_of, placement_of, shard_dim
 
@@ -34,7 +34,7 @@ _MAX_VIEWS = 8192
 """Shapes of views that are kept."""
 
 
-def cut_parts(call: Call, axis: Axis) -> LocalCall | None:
+def cut_parts(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A call that cuts its first argument between the parts of its sharded dim."""
     parts = parts_of(call.first)
     if parts is None or (pieces := cut_pieces(call, parts.dim)) is None:
@@ -51,14 +51,14 @@ def cut_parts(call: Call, axis: Axis) -> LocalCall | None:
 
     return LocalCall(
         tensors=(call.args[0],),
-        needs=(parts,),
+        input_placements=(parts,),
         run=run,
         result=tuple(in_parts(parts.dim, of_piece, axis.size) for of_piece in sizes),
-        starts=tuple(start for start, _ in pieces),
+        offsets=tuple(start for start, _ in pieces),
     )
 
 
-def view_parts(call: Call, axis: Axis) -> LocalCall | None:
+def view_parts(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A view that leaves the dim with the parts, or gives the parts a dim of their own."""
     parts = parts_of(call.first)
     new = None if parts is None else viewed_shape(call)
@@ -74,10 +74,10 @@ def view_parts(call: Call, axis: Axis) -> LocalCall | None:
         return None
     # What follows the dim of the parts is evenly sharded; viewing that as `new` has it is another call.
     opened = (*new[:at], count, length, *old[parts.dim + 1 :])
-    return _reshape(call, parts, opened, Shard(at + 1), axis, then=new)
+    return _reshape(call, parts, opened, Shard(at + 1), axis, epilogue=new)
 
 
-def merge_into_parts(call: Call, axis: Axis) -> LocalCall | None:
+def merge_into_parts(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A view that flattens the evenly sharded dim of its first argument into dims before it."""
     dim = shard_dim(call.first)
     new = viewed_shape(call) if dim else None
@@ -92,7 +92,7 @@ def merge_into_parts(call: Call, axis: Axis) -> LocalCall | None:
     return None
 
 
-def repeat_into_parts(call: Call, axis: Axis) -> LocalCall | None:
+def repeat_into_parts(call: TorchCall, axis: Axis) -> LocalCall | None:
     """``x.repeat(...)`` of the evenly sharded dim."""
     dim = shard_dim(call.first)
     if dim is None or call.kwargs or not all(type(times) is int for times in call.args[1:]):
@@ -101,10 +101,10 @@ def repeat_into_parts(call: Call, axis: Axis) -> LocalCall | None:
     if call.function is not Tensor.repeat or len(times) != tensor.dim() or times[dim] < 2:
         return None
     result = in_parts(dim, (tensor.shape[dim],) * times[dim], axis.size)
-    return LocalCall(tensors=(tensor,), needs=(Shard(dim),), run=call.run, result=result)
+    return LocalCall(tensors=(tensor,), input_placements=(Shard(dim),), run=call.run, result=result)
 
 
-def take_every_nth(call: Call, axis: Axis) -> LocalCall | None:
+def take_every_nth(call: TorchCall, axis: Axis) -> LocalCall | None:
     """``x[..., 1::2]`` along the evenly sharded dim, where the step divides what a rank has."""
     dim = shard_dim(call.first)
     if dim is None or call.name != "__getitem__":
@@ -121,28 +121,28 @@ def take_every_nth(call: Call, axis: Axis) -> LocalCall | None:
     start, step = taken.start or 0, taken.step or 1
     if not 0 <= start < step or call.args[0].shape[dim] // axis.size % step:
         return None
-    return LocalCall(tensors=call.tensors, needs=(Shard(dim),), run=call.run, result=Shard(dim))
+    return LocalCall(tensors=call.tensors, input_placements=(Shard(dim),), run=call.run, result=Shard(dim))
 
 
-def take_beside(call: Call, axis: Axis) -> LocalCall | None:
+def take_beside(call: TorchCall, axis: Axis) -> LocalCall | None:
     """``x[..., 0, :3]``: numbers and slices that take all of the sharded dim."""
     at, around = placement_of(call.first), _around(call)
     if at is None or around is None or not call.starts_with_its_tensor:
         return None
-    return LocalCall(tensors=call.tensors, needs=(at,), run=call.run, result=at.at(around[0]))
+    return LocalCall(tensors=call.tensors, input_placements=(at,), run=call.run, result=at.at(around[0]))
 
 
-def set_beside(call: Call, axis: Axis) -> LocalCall | None:
+def set_beside(call: TorchCall, axis: Axis) -> LocalCall | None:
     """``x[..., 0, :3] = value``: likewise, with a value that lies as ``x`` does."""
     at, around = placement_of(call.first), _around(call)
     if at is None or around is None or not isinstance(value := call.args[2], ShardedTensor):
         return None
     if value.placement != at.at(value.dim() - 1 - around[1]):
         return None
-    return LocalCall(tensors=call.tensors, needs=(at, value.placement), run=call.run)
+    return LocalCall(tensors=call.tensors, input_placements=(at, value.placement), run=call.run)
 
 
-def _around(call: Call) -> tuple[int, int] | None:
+def _around(call: TorchCall) -> tuple[int, int] | None:
     """How many dims lie before and after the sharded dim in ``x[index]``; None if that doesn't take all of it."""
     placement, index = placement_of(call.first), call.args[1]
     items = index if isinstance(index, tuple) else (index,)
@@ -165,7 +165,7 @@ def _is_plain(item: object) -> bool:
     return isinstance(item, slice) and all(type(end) in (int, NoneType) for end in (item.start, item.stop, item.step))
 
 
-def make_alike(call: Call, axis: Axis) -> LocalCall | None:
+def make_alike(call: TorchCall, axis: Axis) -> LocalCall | None:
     """A tensor of constants made beside one that is evenly sharded, ``x.new_zeros(...)``, which is sharded alike."""
     dim = shard_dim(call.args[0]) if len(call.args) > 1 else None
     if dim is None or "size" in call.kwargs:
@@ -180,24 +180,29 @@ def make_alike(call: Call, axis: Axis) -> LocalCall | None:
     def run(local: Tensor) -> Any:
         return call.function(local, sizes, *values, **call.kwargs)
 
-    return LocalCall(tensors=(tensor,), needs=(Shard(dim),), run=run, result=Shard(dim))
+    return LocalCall(tensors=(tensor,), input_placements=(Shard(dim),), run=run, result=Shard(dim))
 
 
 def _reshape(
-    call: Call, at: Sharded, shape: tuple[int, ...], result: Sharded, axis: Axis, then: tuple[int, ...] | None = None
+    call: TorchCall,
+    at: Sharded,
+    shape: tuple[int, ...],
+    result: Sharded,
+    axis: Axis,
+    epilogue: tuple[int, ...] | None = None,
 ) -> LocalCall:
     """A view of the only tensor; `shape` is the full result's."""
     local_shape = _with(shape, result.dim, shape[result.dim] // axis.size)
     return LocalCall(
         tensors=(call.args[0],),
-        needs=(at,),
+        input_placements=(at,),
         run=lambda local: local.reshape(local_shape),
         result=result,
-        then=None if then is None else lambda opened: opened.reshape(then),
+        epilogue=None if epilogue is None else lambda opened: opened.reshape(epilogue),
     )
 
 
-def cut_pieces(call: Call, dim: int) -> list[tuple[int, int]] | None:
+def cut_pieces(call: TorchCall, dim: int) -> list[tuple[int, int]] | None:
     """The ranges (start, stop) along `dim` that a call cuts its first argument into, or None."""
     is_cut = call.name in CUTS and call.starts_with_its_tensor
     if not is_cut or (call.name == "__getitem__" and not _is_slice(call.args[1])):
@@ -214,7 +219,7 @@ def cut_pieces(call: Call, dim: int) -> list[tuple[int, int]] | None:
     return pieces
 
 
-def viewed_shape(call: Call) -> tuple[int, ...] | None:
+def viewed_shape(call: TorchCall) -> tuple[int, ...] | None:
     """The full shape of the result if a call gives its first argument another shape, or None."""
     adds_dims = call.name == "__getitem__" and _adds_dims(call.args[1])
     if (call.name not in VIEWS - {"__getitem__"} and not adds_dims) or not call.starts_with_its_tensor:

@@ -56,7 +56,7 @@ class Head:
     bias: Tensor | None
     dtype: torch.dtype
     """In which they are multiplied: that of autocast, or their own."""
-    then: tuple[Elementwise, ...] = ()
+    epilogue: tuple[Elementwise, ...] = ()
     """Functions of single logits that come before the loss."""
     classes: ShardedClasses | None = None
     """All classes, where a rank has a part of them."""
@@ -83,7 +83,7 @@ class Head:
 
     def after(self, logits: Tensor) -> Tensor:
         """The logits as the loss reads them."""
-        for function in self.then:
+        for function in self.epilogue:
             logits = function(logits)
         return logits
 
@@ -195,7 +195,7 @@ def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None)
     """The losses of a chunk's rows, and the gradient of its logits before what happens to them, given the losses'."""
     logits = head.logits(rows)
     read = logits
-    if head.then:
+    if head.epilogue:
         with torch.enable_grad():
             read = head.after(logits.requires_grad_(of_loss is not None))
     num_classes, mesh = (read.shape[-1], None) if head.classes is None else (head.classes.num, head.classes.mesh)
@@ -203,7 +203,7 @@ def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None)
     if of_loss is None:
         return loss, None
     gradient = vocabulary_loss.backward(saved, of_loss).to(read.dtype)
-    return loss, torch.autograd.grad(read, logits, gradient)[0] if head.then else gradient
+    return loss, torch.autograd.grad(read, logits, gradient)[0] if head.epilogue else gradient
 
 
 def chunk_length(num_rows: int, num_classes: int, device_type: str) -> int:

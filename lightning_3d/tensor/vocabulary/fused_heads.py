@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.model.block_runner import BlockRunner, Call, runner_of
+from lightning_3d.model.block_runner import AnyCallable, BlockRunner, runner_of
 from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import enter, own_shard
+from lightning_3d.tensor.collectives import identity_forward_all_reduce_backward, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Through
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord
@@ -77,7 +77,7 @@ class FusedHead:
     def __init__(
         self, fqn: str, head: nn.Linear, plan: HeadPlan, tp: MeshAxis | None, meet: Callable[[str], None]
     ) -> None:
-        self.fqn, self._head, self._plan, self._meet = fqn, head, plan, meet
+        self.fqn, self._head, self._plan, self._redistribute = fqn, head, plan, meet
         self._tp = tp if plan.is_sharded else None
         self.record = HeadRecord()
         self._is_absent = False
@@ -107,18 +107,20 @@ class FusedHead:
         """Whether its weight is gathered only where its logits are made, or their loss."""
         return isinstance(self._head, FSDPModule)
 
-    def _call(self, forward: Call, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, forward: AnyCallable, *args: Any, **kwargs: Any) -> Any:
         wait_for(self._head.parameters())
         rows = self._rows(args, kwargs)
         return forward(*args, **kwargs) if rows is None else self._lazily(*self._own(rows))
 
-    def _deferred(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _deferred(
+        self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> AnyCallable | None:
         """Answer a call whose hooks gather the weight: they run when logits are made, or their loss in their place."""
         if (rows := self._rows(args, kwargs)) is None:
             return None
 
         def through(rows: Tensor, compute: Compute) -> Tensor:
-            def run(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+            def run(forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
                 return compute(*self._own(args[0]))
 
             with hooks_noted(self._head, frozenset()):  # the step calls them
@@ -144,7 +146,11 @@ class FusedHead:
         if self._tp is None:
             return rows, weight, bias
         assert isinstance(weight, DTensor)
-        return enter(rows, self._tp), own_shard(weight), own_shard(bias) if isinstance(bias, DTensor) else None
+        return (
+            identity_forward_all_reduce_backward(rows, self._tp),
+            own_shard(weight),
+            own_shard(bias) if isinstance(bias, DTensor) else None,
+        )
 
     def _lazily(
         self, rows: Tensor, weight: Tensor | None, bias: Tensor | None, through: Through | None = None
@@ -159,7 +165,7 @@ class FusedHead:
     def _note_read(self, has_grad: bool, reader: str) -> None:
         self.record.note_read(has_grad, reader)
         if self._tp is not None:
-            self._meet(f"a read of the logits of {self.fqn} by {reader}")
+            self._redistribute(f"a read of the logits of {self.fqn} by {reader}")
 
     def _never(self, runner: BlockRunner) -> str | None:
         """Why none of its calls can be answered."""
@@ -199,7 +205,7 @@ class FusedHead:
 
 
 def _on_plain_logits(
-    cls: type[torch.autograd.Function], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type[torch.autograd.Function], call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer a custom autograd function, whose backward could not reach a weight that is gone by then."""
     if not cls.__module__.startswith("lightning_3d."):

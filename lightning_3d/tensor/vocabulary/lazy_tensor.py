@@ -277,12 +277,14 @@ def _as_loss(func: Function, args: Any, kwargs: Any) -> CrossEntropy | None:
 def _fused(call: CrossEntropy) -> Tensor:
     view = cast(View, cast(LazyTensor, call.input).view_of_head)
     view.call.is_fused = True
-    then, dtype, classes = view.then, view.call.dtype, view.call.classes
-    while then and then[-1] == Cast(torch.promote_types(dtype, torch.float32)):  # as the loss does by itself
-        then = then[:-1]
+    epilogue, dtype, classes = view.epilogue, view.call.dtype, view.call.classes
+    while epilogue and epilogue[-1] == Cast(torch.promote_types(dtype, torch.float32)):  # as the loss does by itself
+        epilogue = epilogue[:-1]
 
     def compute(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return cross_entropy_of(inputs, Head(weight=weight, bias=bias, dtype=dtype, then=then, classes=classes), call)
+        return cross_entropy_of(
+            inputs, Head(weight=weight, bias=bias, dtype=dtype, epilogue=epilogue, classes=classes), call
+        )
 
     with unseen_by_checkpoints():
         loss = view.call.run(view.inputs(), compute)

@@ -44,7 +44,7 @@ class View:
     """The numbers of its rows among those of the head, int64, contiguous; its shape without the classes."""
     class_dim: int
     dtype: torch.dtype
-    then: tuple[Elementwise, ...] = ()
+    epilogue: tuple[Elementwise, ...] = ()
     is_log: bool = False
     """Whether they are logarithms of probabilities, of the logits after `then`."""
     has_all_rows: bool = True
@@ -123,13 +123,13 @@ class View:
         if not dtype.is_floating_point:
             return None
         if function_name(func) not in CASTS:
-            return None if self.is_log else replace(self, then=(*self.then, lambda chunk: func(chunk, *args)))
+            return None if self.is_log else replace(self, epilogue=(*self.epilogue, lambda chunk: func(chunk, *args)))
         if self.is_log:  # the loss is that of their own dtype, or wider
             return replace(self, dtype=dtype) if torch.promote_types(self.dtype, dtype) == dtype else None
         return self._cast(dtype)
 
     def _cast(self, dtype: torch.dtype) -> View:
-        return self if dtype == self.dtype else replace(self, then=(*self.then, Cast(dtype)), dtype=dtype)
+        return self if dtype == self.dtype else replace(self, epilogue=(*self.epilogue, Cast(dtype)), dtype=dtype)
 
     def _logarithms(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
         dim = kwargs.get("dim", args[0] if args else None)

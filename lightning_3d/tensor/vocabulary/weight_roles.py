@@ -279,7 +279,7 @@ class VocabularyCalls(TorchFunctionMode):
 
     def _logits(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, DTensor)
-        entered = collectives.enter(self._interpreter.whole(input), self._axis)
+        entered = collectives.identity_forward_all_reduce_backward(self._interpreter.whole(input), self._axis)
         own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
         local = F.linear(entered, as_autocast(own_shard(weight)), own_bias)
         classes = ShardedClasses(weight.shape[0], self._axis.mesh)

@@ -23,19 +23,19 @@ class OffloadedStates:
         self._store = store
         self._homes: dict[nn.Parameter, dict[_Key, Tensor]] = {}
 
-    def lend(self, optimizer: Optimizer, parameter: nn.Parameter, stepped: nn.Parameter) -> None:
+    def checkout(self, optimizer: Optimizer, parameter: nn.Parameter, stepped: nn.Parameter) -> None:
         """Give what is stepped in place of a parameter the parameter's state, if there is one."""
         if parameter in optimizer.state:
-            self.bring_home(optimizer, parameter)
+            self.to_host(optimizer, parameter)
             optimizer.state[stepped] = optimizer.state.pop(parameter)
 
-    def take_back(self, optimizer: Optimizer, parameter: nn.Parameter, stepped: nn.Parameter) -> None:
+    def commit(self, optimizer: Optimizer, parameter: nn.Parameter, stepped: nn.Parameter) -> None:
         """Take the state after the step, or what a failed step has left of it."""
         if stepped in optimizer.state:
             optimizer.state[parameter] = optimizer.state.pop(stepped)
-            self.bring_home(optimizer, parameter)
+            self.to_host(optimizer, parameter)
 
-    def bring_home(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    def to_host(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
         """Move what was made or set elsewhere into the store."""
         state = optimizer.state[parameter]
         for name, value in state.items():

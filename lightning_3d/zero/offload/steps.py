@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_3d.errors import OffloadError
 from lightning_3d.torch_internals.optimizers import step_without_hooks
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.zero.master_weights import follow
+from lightning_3d.zero.master_weights import refresh_master
 from lightning_3d.zero.offload.copies import HostCopies, Lent
 from lightning_3d.zero.offload.states import OffloadedStates
 from lightning_3d.zero.offload.store import Advice, Store
@@ -40,11 +40,11 @@ class OffloadedSteps:
         self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step
 
     @torch.no_grad()
-    def bring_home(self, optimizer: Optimizer, *only: nn.Parameter) -> None:
+    def to_host(self, optimizer: Optimizer, *only: nn.Parameter) -> None:
         """Move the states that an optimizer has, of all parameters or only of some, to the store."""
         for parameter in only or [p for p in optimizer.state if isinstance(p, nn.Parameter)]:
             state = optimizer.state[parameter]
-            self._states.bring_home(optimizer, parameter)
+            self._states.to_host(optimizer, parameter)
             held = [value for value in tree_leaves(state) if isinstance(value, Tensor)]
             self._advise(held, Advice.NOT_FOR_A_WHILE)
 
@@ -77,12 +77,12 @@ class OffloadedSteps:
         self._advise(self._held(lent.parts), Advice.WRITTEN_NOW)
         for part, values in zip(lent.parts, lent.values, strict=True):
             if part.rounded is not None:
-                follow(values, lent.rounded[part])
+                refresh_master(values, lent.rounded[part])
         stepped = [self._parameter(*values) for values in zip(lent.parts, lent.values, lent.gradients, strict=True)]
         window = Window(optimizer, lent.parts, stepped, partial(self._close, optimizer, lent, stepped))
         try:
             for part, parameter in zip(lent.parts, stepped, strict=True):
-                self._states.lend(optimizer, part.parameter, parameter)
+                self._states.checkout(optimizer, part.parameter, parameter)
         except OffloadError:
             window.back()
             raise
@@ -102,7 +102,7 @@ class OffloadedSteps:
         self._copies.give_back(lent)
         for part, parameter in zip(lent.parts, stepped, strict=True):
             parameter.grad = None
-            self._states.take_back(optimizer, part.parameter, parameter)
+            self._states.commit(optimizer, part.parameter, parameter)
         self._advise(self._held(lent.parts), Advice.NOT_FOR_A_WHILE)
 
     def _held(self, parts: Sequence[Part]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from lightning_3d.model.containers import CONTAINERS
 from lightning_3d.model.snapshot import Snapshot
 
 
-class Peeked(Iterator[Any]):
+class ReplayIterator(Iterator[Any]):
     """An iterator, which may be its own dataloader, that can be looked at without losing what it gave."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -49,11 +49,11 @@ def is_used_up(loader: Any) -> bool:
 
 
 @contextmanager
-def undisturbed(loader: Any) -> Iterator[None]:
+def restored(loader: Any) -> Iterator[None]:
     """Let batches of a dataloader be fetched inside; afterwards it is as before."""
     held = list(held_by(loader))
     with ExitStack() as stack:
-        if isinstance(loader, Peeked):
+        if isinstance(loader, ReplayIterator):
             stack.enter_context(loader.looked_at())
         for value in held:
             if isinstance(value, io.IOBase):
@@ -72,5 +72,5 @@ def _peek_into(value: Any, stack: ExitStack) -> None:
     keys: Iterable[Any] = range(len(container)) if isinstance(container, MutableSequence) else ()
     for key in list(container) if isinstance(container, MutableMapping) else keys:
         if is_used_up(container[key]):
-            container[key] = peeked = Peeked(container[key])
+            container[key] = peeked = ReplayIterator(container[key])
             stack.enter_context(peeked.looked_at())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.block_runner import Call
+from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.fake_blocks import RandomnessSeen
@@ -23,7 +23,7 @@ from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.refusals import user_frame
 
 
-class Joint:
+class MicrobatchConcat:
     """How a tensor of each microbatch makes up one of the batch.
 
     Args:
@@ -34,8 +34,10 @@ class Joint:
         ValueError: they don't.
     """
 
-    def __init__(self, whole: TensorMeta, parts: Sequence[TensorMeta], shares: Sequence[float], views: int = 1) -> None:
-        self._shares, self._views = shares, views
+    def __init__(
+        self, whole: TensorMeta, parts: Sequence[TensorMeta], shares: Sequence[float], repeats_per_sample: int = 1
+    ) -> None:
+        self._shares, self._repeats_per_sample = shares, repeats_per_sample
         shapes = [part.shape for part in parts]
         problem = f"shapes {shapes} for the microbatches, which don't make up the {whole.shape} for the whole batch"
         if any(len(shape) != len(whole.shape) for shape in shapes):
@@ -55,8 +57,8 @@ class Joint:
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Along the dimension of the samples; the mean of what has none, such as a loss of a block's own."""
         if self.dim is not None:
-            views = [part.unflatten(self.dim, (self._views, -1)) for part in parts]
-            return torch.cat(views, self.dim + 1).flatten(self.dim, self.dim + 1)
+            repeats_per_sample = [part.unflatten(self.dim, (self._repeats_per_sample, -1)) for part in parts]
+            return torch.cat(repeats_per_sample, self.dim + 1).flatten(self.dim, self.dim + 1)
         if not (parts[0].is_floating_point() or parts[0].is_complex()):
             return parts[0].clone()
         return torch.stack([part * share for part, share in zip(parts, self._shares, strict=True)]).sum(0)
@@ -66,9 +68,9 @@ class Joint:
         if gradient is None:
             return [None] * len(self._sizes)
         if self.dim is not None:
-            sizes = [size // self._views for size in self._sizes]
-            views = gradient.unflatten(self.dim, (self._views, -1)).split(sizes, self.dim + 1)
-            return [view.flatten(self.dim, self.dim + 1) for view in views]
+            sizes = [size // self._repeats_per_sample for size in self._sizes]
+            repeats_per_sample = gradient.unflatten(self.dim, (self._repeats_per_sample, -1)).split(sizes, self.dim + 1)
+            return [view.flatten(self.dim, self.dim + 1) for view in repeats_per_sample]
         return [gradient * share for share in self._shares]
 
 
@@ -93,13 +95,13 @@ def check_same_calls(whole: StageFlow, parts: Sequence[StageFlow]) -> None:
         )
 
 
-def received_joints(
+def received_concats(
     stage: int,
     whole: StageFlow,
     parts: Sequence[StageFlow],
     shares: Sequence[float],
-    views: Sequence[int] | None = None,
-) -> list[Joint]:
+    repeats_per_sample: Sequence[int] | None = None,
+) -> list[MicrobatchConcat]:
     """How the tensors that a stage receives for the microbatches make up those for the whole batch.
 
     Args:
@@ -116,10 +118,10 @@ def received_joints(
             " in the dataset, or in a module that is a block, or set pipeline.loss='mean'."
         )
     columns = list(zip(*(flow.metas(flow.received(stage)) for flow in (whole, *parts)), strict=True))
-    views = [1] * len(columns) if views is None else views
+    repeats_per_sample = [1] * len(columns) if repeats_per_sample is None else repeats_per_sample
     try:
-        pairs = zip(columns, views, strict=True)
-        return [Joint(of_whole, of_parts, shares, num) for (of_whole, *of_parts), num in pairs]
+        pairs = zip(columns, repeats_per_sample, strict=True)
+        return [MicrobatchConcat(of_whole, of_parts, shares, num) for (of_whole, *of_parts), num in pairs]
     except ValueError as error:
         raise StepError(
             f"Blocks give tensors of {error}, so its loss can't be computed. Let one dimension of what they return be"
@@ -150,7 +152,7 @@ class Draws:
         self._drawn: list[list[_Drawn]] = [[] for _ in shares]  # by microbatch, call
         self._position = 0
 
-    def note(self, index: int, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note(self, index: int, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of a torch function for a microbatch, and note what it drew, if it did."""
         with RandomnessSeen() as randomness:
             output = func(*args, **kwargs)
@@ -158,7 +160,7 @@ class Draws:
             self._drawn[index].append(_Drawn([leaf.detach().clone() for leaf in _tensors(output)], _ints(args, kwargs)))
         return output
 
-    def repeat(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def repeat(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call for the whole batch; if it draws, it gives what the microbatches drew.
 
         Raises:
@@ -198,7 +200,7 @@ def _ints(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
 
 @torch.no_grad()
 def _put(whole: Tensor, parts: Sequence[Tensor], shares: Sequence[float]) -> None:
-    joint = Joint(TensorMeta.of(whole), [TensorMeta.of(part) for part in parts], shares)
-    if joint.is_constant and any(not torch.equal(part, parts[0]) for part in parts):
+    concat = MicrobatchConcat(TensorMeta.of(whole), [TensorMeta.of(part) for part in parts], shares)
+    if concat.is_constant and any(not torch.equal(part, parts[0]) for part in parts):
         raise ValueError("one draw for the whole batch")
-    whole.copy_(joint.join(parts))
+    whole.copy_(concat.join(parts))

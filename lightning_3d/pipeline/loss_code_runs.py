@@ -1,4 +1,7 @@
-"""Running the code after the blocks alone, on what blocks might have given."""
+"""Runs the loss code, which is all that follows the blocks, with random or data-less outputs of blocks.
+
+Only values that come from the batch alone are real.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.block_runner import Call
-from lightning_3d.pipeline.denominators import TAIL, GhostTail
-from lightning_3d.pipeline.effects.effect import Place
+from lightning_3d.model.block_runner import AnyCallable
+from lightning_3d.pipeline.denominators import LOSS_CODE, GhostTail
+from lightning_3d.pipeline.effects.effect import StepContext
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.glue_run import GlueRun, WholeGlueRun, undropped
-from lightning_3d.pipeline.joints import Draws, received_joints
 from lightning_3d.pipeline.loss import check_loss
+from lightning_3d.pipeline.microbatch_concat import Draws, received_concats
 from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.planning.stage_flow import StageFlow, cut
@@ -51,25 +54,25 @@ class WatchedTail(StageRun):
     has_replicas = False
 
     def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw) -> None:
-        super().__init__(router, flow, TAIL, received, lambda call: nullcontext(), draw)
-        self.is_bent = False
-        """Whether a number that comes of blocks is bent at some value, as by ``loss.clamp(max=1)``: random outputs need
-        not show it.
+        super().__init__(router, flow, LOSS_CODE, received, lambda call: nullcontext(), draw)
+        self.clamps_loss = False
+        """Whether the loss is clamped, as by ``loss.clamp(max=1)``: random outputs may miss the clamp, so that shares
+        of microbatches are unproved.
         """
-        self.goes_by_data = False
+        self.branches_on_data = False
         """Whether the loss is made after data was read, which may have decided how."""
 
     @override
-    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "").strip("_")
         of_blocks = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf in self._ids]
         if name in _TIMES and of_blocks:
             args = tuple(1.0 if type(leaf) in (int, float) and leaf == 0 else leaf for leaf in args)
-        self.is_bent |= name in _BENDING and any(leaf.ndim == 0 and leaf.requires_grad for leaf in of_blocks)
+        self.clamps_loss |= name in _BENDING and any(leaf.ndim == 0 and leaf.requires_grad for leaf in of_blocks)
         is_past_trace = self._expected is None and self._flow.trace.stopped_by is not None
         answer = super().on_function(func, args, kwargs)
         made = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)] if is_past_trace else []
-        self.goes_by_data |= any(leaf.requires_grad for leaf in made)
+        self.branches_on_data |= any(leaf.requires_grad for leaf in made)
         return answer
 
     @override
@@ -84,7 +87,7 @@ class WatchedTail(StageRun):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TailRun:
+class LossCodeRun:
     """A run of the code after the blocks."""
 
     output: Any
@@ -94,12 +97,12 @@ class TailRun:
     """Gradients of what it got from blocks."""
     of_parameters: Sequence[Tensor | None]
     """Gradients of the parameters that this rank holds."""
-    is_bent: bool
+    clamps_loss: bool
     """As of a ``WatchedTail``."""
-    goes_by_data: bool
+    branches_on_data: bool
 
 
-class TailRuns:
+class LossCodeRuns:
     """Runs steps of a module without its blocks.
 
     Args:
@@ -131,30 +134,30 @@ class TailRuns:
 
         return cached(self._flows, call.kind, cut_anew)
 
-    def run(self, call: StepCall, received: Sequence[Tensor], *, index: int, draw: Draw) -> TailRun:
+    def run(self, call: StepCall, received: Sequence[Tensor], *, index: int, draw: Draw) -> LossCodeRun:
         """Run it on what blocks gave, and differentiate the loss.
 
         Args:
             index: Number of the run, for the effects.
         """
         run = WatchedTail(self._router, self.flow(call), received, draw)
-        output = self._run(run, call, Place(stage=0, microbatch=index, is_last=True, also_whole=True))
+        output = self._run(run, call, StepContext(stage=0, microbatch=index, is_last=True, runs_on_full_batch=True))
         trained = [tensor for tensor in received if tensor.requires_grad]
         parameters = [p for p in self._module.parameters() if p.requires_grad and not p.is_meta]
         loss = check_loss(output)
         with torch.autocast(loss.device.type, enabled=False):  # as the backward after a step is
             gradients = torch.autograd.grad(loss, [*trained, *parameters], allow_unused=True)
         of_trained = iter(gradients)
-        return TailRun(
+        return LossCodeRun(
             output=output,
             loss=loss.detach(),
             of_received=[next(of_trained) if tensor.requires_grad else None for tensor in received],
             of_parameters=list(of_trained),
-            is_bent=run.is_bent,
-            goes_by_data=run.goes_by_data,
+            clamps_loss=run.clamps_loss,
+            branches_on_data=run.branches_on_data,
         )
 
-    def views(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> list[int]:
+    def repeats_per_sample(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> list[int]:
         """Compare the code before the tail on a batch and on its parts; returns the numbers of views in what the tail
         gets, by tensor.
 
@@ -166,43 +169,43 @@ class TailRuns:
             StepError: it draws other random numbers for parts than for the whole batch.
         """
         flow, draws, runs = self.flow(whole), Draws(shares), list[GlueRun]()
-        received_joints(TAIL, flow, [self.flow(part) for part in parts], shares)
+        received_concats(LOSS_CODE, flow, [self.flow(part) for part in parts], shares)
         for i, part in enumerate(parts):
             runs.append(GlueRun(self._router, self.flow(part), partial(draws.note, i), flow.trace, i))
             self._run_glue(runs[i], part)
         run = WholeGlueRun(self._router, flow, draws.repeat, runs, shares, whole.size)
         self._run_glue(run, whole)
-        return run.views
+        return run.repeats_per_sample
 
     def _run_glue(self, run: GlueRun, call: StepCall) -> None:
         torch.manual_seed(0)  # one draw for a batch, as of a factor, is then the same for all parts
         with torch.no_grad():
-            self._run(run, call, Place(stage=0, microbatch=0, is_last=False, also_whole=True))
+            self._run(run, call, StepContext(stage=0, microbatch=0, is_last=False, runs_on_full_batch=True))
 
     def denominators(self, call: StepCall) -> list[Tensor]:
         """By what data of the batch the loss may be divided, up to where the step reads what blocks give.
 
         Nothing is computed of that.
         """
-        place, run = (
-            Place(stage=0, microbatch=0, is_last=True, also_whole=True),
+        context, run = (
+            StepContext(stage=0, microbatch=0, is_last=True, runs_on_full_batch=True),
             GhostTail(self._router, self.flow(call)),
         )
-        with suppress(Exception), self._effects.microbatch(place), self._sides_kept(call), run:
+        with suppress(Exception), self._effects.microbatch(context), self._sides_kept(call), run:
             call.run(self._module)
         return run.denominators
 
-    def _run(self, run: StageRun, call: StepCall, place: Place) -> Any:
+    def _run(self, run: StageRun, call: StepCall, context: StepContext) -> Any:
         """Run the step as ``run`` does; returns what it returned, or sends."""
 
         def step() -> Any:
-            return call.run(self._module), self._effects.collect(place)
+            return call.run(self._module), self._effects.collect(context)
 
-        with self._effects.microbatch(place), self._sides_kept(call):
+        with self._effects.microbatch(context), self._sides_kept(call):
             answer = self._rank_module(partial(run.run, step))
-            output, found = answer if place.is_last else (answer, self._effects.collect(place))
-            self._effects.keep(place, found)
+            output, found = answer if context.is_last else (answer, self._effects.collect(context))
+            self._effects.keep(context, found)
         return output
 
     def _sides_kept(self, call: StepCall) -> AbstractContextManager[None]:
-        return attributes_kept(self._router.blocks, self.flow(call).trace.sides)
+        return attributes_kept(self._router.blocks, self.flow(call).trace.block_side_effects)

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_3d.distributed.agreement import alike
+from lightning_3d.distributed.agreement import raise_on_all_ranks
 from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 
 
 @contextmanager
-def failing_alike(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def collective_errors(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks what any of them raises inside, as `alike` does.
 
     Args:
@@ -25,7 +25,7 @@ def failing_alike(action: str, group: dist.ProcessGroup | None = None) -> Iterat
         CheckpointNotFoundError: That rank found no file.
 
     """
-    with alike(group):
+    with raise_on_all_ranks(group):
         try:
             yield
         except (Exception, CheckpointException) as error:  # the latter is a BaseException, and of all ranks

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.pipeline.joints import Draws, received_joints
+from lightning_3d.pipeline.microbatch_concat import Draws, received_concats
 from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.planning.stage_flow import StageFlow
 
 
-class WholeTail:
+class WholeLossCode:
     """Hands tensors from the microbatches to the tail of a step, and their gradients back.
 
     Args:
@@ -38,14 +38,14 @@ class WholeTail:
         parts: Sequence[StageFlow],
         shares: Sequence[float],
         *,
-        views: Sequence[int] | None,
+        repeats_per_sample: Sequence[int] | None,
         trains: bool,
     ) -> None:
         self.call, self.flow, self.trains = call, flow, trains
         self.stage = flow.num_stages - 1
         """Its index, after those of the pipeline's stages."""
         self.draws = Draws(shares)
-        self._joints = received_joints(self.stage, flow, parts, shares, views)
+        self._concats = received_concats(self.stage, flow, parts, shares, repeats_per_sample)
         self._num_parts = len(parts)
         self._sent: dict[int, tuple[Tensor, ...]] = {}  # by microbatch
         self._requires_grad: list[bool] = []
@@ -61,15 +61,15 @@ class WholeTail:
     def received(self) -> tuple[Tensor, ...]:
         """Leaves for the tail, joined over the microbatches."""
         sent = [self._sent.pop(index) for index in sorted(self._sent)]
-        columns = zip(self._joints, zip(*sent, strict=True), self._requires_grad, strict=True)
-        joined = [(joint.join(of_parts), requires_grad) for joint, of_parts, requires_grad in columns]
-        self._received = tuple(tensor.requires_grad_(requires_grad and self.trains) for tensor, requires_grad in joined)
+        columns = zip(self._concats, zip(*sent, strict=True), self._requires_grad, strict=True)
+        merged = [(concat.join(of_parts), requires_grad) for concat, of_parts, requires_grad in columns]
+        self._received = tuple(tensor.requires_grad_(requires_grad and self.trains) for tensor, requires_grad in merged)
         return self._received
 
     def end_backward(self) -> None:
         """Take the gradients of what the tail received."""
-        pairs = zip(self._joints, self._received, strict=True)
-        self._gradients = [joint.split(tensor.grad) for joint, tensor in pairs]
+        pairs = zip(self._concats, self._received, strict=True)
+        self._gradients = [concat.split(tensor.grad) for concat, tensor in pairs]
         self._received = ()
 
     def gradients(self, index: int) -> list[Tensor | None]:

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.axes import AXES
 from lightning_3d.distributed.machine import Machine
 from lightning_3d.distributed.mesh import MeshShape, resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError, SplitError, TraceError
@@ -21,7 +22,7 @@ from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import split_batch
 from lightning_3d.planning.budget import Budget
-from lightning_3d.planning.held import HeldAhead, StateShapes, least_held
+from lightning_3d.planning.held import PlannedStaticMemory, StateShapes, least_held
 from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, reason_for_inline, unfollowed_text
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.planning.plan import Plan
@@ -38,7 +39,7 @@ _UNLIMITED = 2**20  # GiB
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedAhead:
+class DryRunPlan:
     """A plan, and what it is predicted to take."""
 
     plan: Plan
@@ -70,9 +71,7 @@ class PlannedAhead:
         shape, plan = self.plan.shape, self.plan
         return {
             "world_size": shape.world_size,
-            "pipeline_parallel_size": shape.pp,
-            "data_parallel_size": shape.dp,
-            "tensor_parallel_size": shape.tp,
+            **{axis.setting: shape.sizes[axis.name] for axis in AXES},
             "zero_stage": plan.zero_stage,
             "stages": [[block.fqn for block in plan.blocks_of(stage)] for stage in range(plan.num_stages)],
             "memory": [
@@ -92,7 +91,7 @@ class PlannedAhead:
         }
 
 
-class Ahead:
+class DryRun:
     """Plans one model in several layouts; what is observed of it is shared by those to which it looks the same.
 
     Args:
@@ -121,7 +120,7 @@ class Ahead:
     @classmethod
     def without_trainer(
         cls, module: LightningModule, batch: Any, config: ThreeDConfig, precision: ThreeDPrecision, num_states: int
-    ) -> Ahead:
+    ) -> DryRun:
         """For a model whose weights may be on the meta device, as the CPU computes it, on the batch of a replica."""
         device = torch.device("cpu")
         precision.convert(module, config.precision, device)
@@ -131,7 +130,7 @@ class Ahead:
 
     def plan(
         self, config: ThreeDConfig, shape: MeshShape, memory: float | None, machine: Machine | None = None
-    ) -> PlannedAhead:
+    ) -> DryRunPlan:
         """Plan it on a mesh.
 
         Args:
@@ -153,7 +152,7 @@ class Ahead:
             observed = self.observe(config, shape)
         with self._told_of_inline(config, shape, PlanError), self._precision.dtype_of_steps():
             plan = decide(observed, config, shape, device)
-        held = HeldAhead(StateShapes(self.module), plan, config, self.num_states)
+        held = PlannedStaticMemory(StateShapes(self.module), plan, config, self.num_states)
         seconds, step = None, None
         if config.activations.plans_memory:
             sharing = held.num_sharing
@@ -182,7 +181,7 @@ class Ahead:
                 num_states=self.num_states,
                 gathers_again=again,
             )
-        return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent, step=step, seconds=seconds)
+        return DryRunPlan(plan=plan, idle=idle, load=total, sent=sent, step=step, seconds=seconds)
 
     @contextmanager
     def _told_of_inline(self, config: ThreeDConfig, shape: MeshShape, *errors: type[Exception]) -> Iterator[None]:
@@ -228,7 +227,7 @@ class Ahead:
 
 
 def search_layout(
-    ahead: Ahead,
+    ahead: DryRun,
     config: ThreeDConfig,
     machine: Machine,
     world_size: int,
@@ -253,7 +252,7 @@ def search_layout(
     recompute = "auto" if is_free else config.activations.recompute
     config = replace(config, activations=replace(config.activations, recompute=recompute, budget="auto"))
 
-    def planned(layout: Layout) -> PlannedAhead:
+    def planned(layout: Layout) -> DryRunPlan:
         own = layout.of(config)
         return ahead.plan(own, resolve_mesh_shape(own, world_size), most / GIB or None, machine)
 

@@ -15,7 +15,7 @@ Slot = tuple[nn.Module, str]
 """A module, and the name of a parameter in it."""
 
 
-class WrittenBack:
+class ShardWriteback:
     """Takes changes of a unit's gathered parameters over to this rank's rows.
 
     Args:

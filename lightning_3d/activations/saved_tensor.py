@@ -14,15 +14,15 @@ from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import alias_below_autograd
 from lightning_3d.torch_internals.tensors import version_of
 
-Kept = Callable[[], Tensor]
+Saved = Callable[[], Tensor]
 """Gives back a tensor that was kept."""
-Keep = Callable[[Tensor], Kept]
+Save = Callable[[Tensor], Saved]
 """Keeps a tensor."""
 
 
-def given(kept: Kept) -> Tensor:
+def unpack(saved: Saved) -> Tensor:
     """The tensor, for ``saved_tensors_hooks``."""
-    return kept()
+    return saved()
 
 
 def check_unchanged(counter: Tensor, version: int, shape: torch.Size) -> None:
@@ -43,7 +43,7 @@ def check_unchanged(counter: Tensor, version: int, shape: torch.Size) -> None:
         )
 
 
-class KeptTensor:
+class SavedTensor:
     """Keeps a tensor where it is."""
 
     def __init__(self, tensor: Tensor) -> None:

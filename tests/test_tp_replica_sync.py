@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.distributed import kept_alike
+from lightning_3d.distributed import tp_replica_sync
 from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.torch_internals.dtensor import part_of
 from tests.models import TinyGPT
@@ -31,7 +31,7 @@ class _Noise(L.Callback):
 
 
 def _whole_weights(layout: Layout, precision: str) -> list[Tensor]:
-    with mock.patch.object(kept_alike, "PERIOD", 3):
+    with mock.patch.object(tp_replica_sync, "PERIOD", 3):
         _, module = fitted(layout, TinyGPT, callbacks=[_Noise()], batches=3, epochs=1, precision=precision)
     whole = [parameter.detach() for parameter in module.parameters() if not is_shard(parameter, "tp")]
     assert len(whole) > 8

@@ -19,7 +19,7 @@ PERIOD = 100
 """Steps of an optimizer between two broadcasts."""
 
 
-class KeptAlike:
+class TPReplicaSync:
     """Broadcasts what optimizers step, just before they do.
 
     Args:

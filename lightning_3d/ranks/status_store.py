@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from lightning_3d.torch_internals.process_groups import further_store
 
 
-class Board:
+class StatusStore:
     """Texts under names in the store that made the process groups. Nothing here waits for another rank.
 
     Any thread may use it. The store ends with the process that keeps it: rank 0, or the agent of torchrun.
@@ -20,7 +20,7 @@ class Board:
         self._store = store
 
     @classmethod
-    def open(cls) -> Board:
+    def open(cls) -> StatusStore:
         """A new one for the next run. Every rank opens as many."""
         store = further_store("lightning_3d")
         number = store.add(f"runs/{dist.get_rank()}", 1)

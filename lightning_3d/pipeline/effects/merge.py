@@ -16,9 +16,9 @@ from torch import Tensor
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.pytree import tree_leaves
 
-Average = Literal["loss", "samples", "sum"]
+Reduction = Literal["loss", "samples", "sum"]
 """Weights of a sum over microbatches: those of their losses, their shares of the samples, or 1."""
-WAYS: tuple[Average, ...] = get_args(Average)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 """The ways to join, the preferred first."""
 
 
@@ -34,14 +34,14 @@ def _is_one(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.numel() == 1
 
 
-class Joiner:
+class Merger:
     """Joins numbers that have the same meaning in each microbatch.
 
     In all methods ``values`` has one entry per microbatch, and ``name`` says what it is and where.
     """
 
     def __init__(self) -> None:
-        self.averages: Mapping[str, Set[Average]] = {}
+        self.averages: Mapping[str, Set[Reduction]] = {}
         """The ways in which numbers may be joined, by name, as far as that was found."""
         self.loss_weights: Sequence[float] = ()
         """The factors of the present microbatches' losses in that of the batch."""
@@ -56,19 +56,19 @@ class Joiner:
         if len(values) == 1 or all(value is None for value in values):
             return first
         if all(isinstance(value, Mapping) and value.keys() == first.keys() for value in values):
-            joined = {key: self.join([value[key] for value in values], sizes, f"{name}[{key!r}]") for key in first}
-            return joined if type(first) is dict else type(first)(joined)
+            merged = {key: self.join([value[key] for value in values], sizes, f"{name}[{key!r}]") for key in first}
+            return merged if type(first) is dict else type(first)(merged)
         if not all(isinstance(value, float) or _is_one(value) for value in values):
             raise unseen(name)
         number = self.number(values, sizes, name)
         return number if isinstance(first, Tensor) else number.item()
 
     def number(
-        self, values: Sequence[Tensor | float], sizes: Sequence[int], name: str, how: Average = "samples"
+        self, values: Sequence[Tensor | float], sizes: Sequence[int], name: str, how: Reduction = "samples"
     ) -> Tensor:
         """Join floating-point values, tensors of equal shape or numbers; ``how`` unless something else was found."""
         found = self.averages.get(name, {how})
-        return averaged(values, sizes, self.loss_weights, next(way for way in WAYS if way in found))
+        return averaged(values, sizes, self.loss_weights, next(way for way in REDUCTIONS if way in found))
 
 
 def unseen(what: str) -> StepError:
@@ -81,7 +81,7 @@ def unseen(what: str) -> StepError:
 
 
 def averaged(
-    values: Sequence[Tensor | float], sizes: Sequence[int], loss_weights: Sequence[float], how: Average
+    values: Sequence[Tensor | float], sizes: Sequence[int], loss_weights: Sequence[float], how: Reduction
 ) -> Tensor:
     """Join tensors of equal shape or numbers, in their dtype if that is floating point.
 
@@ -95,8 +95,8 @@ def averaged(
         weights = [size / sum(sizes) for size in sizes]
     elif how == "loss":
         weights = loss_weights
-    joined = torch.zeros_like(tensors[0], dtype=torch.promote_types(dtype, torch.float64))
+    merged = torch.zeros_like(tensors[0], dtype=torch.promote_types(dtype, torch.float64))
     for tensor, weight in zip(tensors, weights, strict=True):
         if weight != 0:
-            joined.add_(tensor, alpha=weight)
-    return joined.to(dtype)
+            merged.add_(tensor, alpha=weight)
+    return merged.to(dtype)

@@ -14,14 +14,15 @@ Wait = Callable[[], Tensor]
 """Waits for a collective and returns its result."""
 
 
-class Replicas:
+class DPComm:
     """The ranks that train replicas of one model, seen from one of them.
 
     With hybrid sharding groups of them share the training state, and each such group holds all of it.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.group, self.size = mesh.group("dp"), mesh.shape.dp
+        self.group = mesh.group("state")
+        self.size = self.group.size()
         self.num_shards, self.shard_rank = mesh.num_shards, mesh.dp_rank % mesh.num_shards
         is_hybrid = 1 < mesh.num_shards < mesh.shape.dp
         self._shards = mesh.sliced("dp_shard").get_group() if is_hybrid else self.group
