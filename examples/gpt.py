@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
@@ -80,12 +82,14 @@ class GPT(L.LightningModule):
         num_layers: int = 4,
         lr: float = 2e-3,
         num_warmup_steps: int = 20,
+        optimizer: OptimizerCallable | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore=["optimizer"])
         self.context = context
         self.lr = lr
         self.num_warmup_steps = num_warmup_steps
+        self.optimizer = optimizer
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
@@ -117,8 +121,11 @@ class GPT(L.LightningModule):
         self.log("val_loss", loss, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """AdamW whose learning rate rises linearly over the first steps."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1, betas=(0.9, 0.95))
+        """The given optimizer, or AdamW; its learning rate rises linearly over the first steps."""
+        if self.optimizer is None:
+            optimizer: Optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1, betas=(0.9, 0.95))
+        else:
+            optimizer = self.optimizer(self.parameters())
         scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.num_warmup_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import sys
 from contextlib import redirect_stdout
@@ -16,15 +17,18 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from examples.gpt import GPT, StdlibText
 from lightning_3d import ThreeDStrategy
+from lightning_3d.cli import main
 from tests.parity import QUIET
 from tests.scripts import ROOT, start
 from tests.workers import WorkerPools, free_port
 
-EXAMPLES = ROOT / "examples"
+EXAMPLES, CONF = ROOT / "examples", ROOT / "conf"
 LIMIT = 240.0
 """Seconds that one example may take, on a machine that does much else."""
 
@@ -189,8 +193,70 @@ def test_learns(name: str, arguments: dict[str, int], workers: WorkerPools) -> N
     assert "->" not in of_other
 
 
-@pytest.mark.parametrize("name", [file.stem for file in (EXAMPLES / "hydra/conf/strategy").iterdir()])
-def test_strategies_of_hydra(name: str) -> None:
-    """That they are what they are called, `pp2` shows."""
-    with initialize_config_dir(str(EXAMPLES / "hydra" / "conf"), version_base="1.3"):
-        assert isinstance(instantiate(compose("config", overrides=[f"strategy={name}"]).strategy), ThreeDStrategy)
+PLANNED = {
+    "3d_2x2x2": (2, 2, 2, 1),
+    "auto": (1, 8, 1, 1),
+    "ddp": (1, 8, 1, 0),
+    "deepspeed": (1, 8, 1, 2),
+    "offload": (1, 8, 1, 3),
+    "pp2": (2, 4, 1, 1),
+    "tp2": (1, 4, 2, 1),
+    "zero1": (1, 8, 1, 1),
+    "zero2": (1, 8, 1, 2),
+    "zero3": (1, 8, 1, 3),
+}
+"""File of conf/strategy -> ranks along pp, dp and tp, and the stage of ZeRO, of 8 ranks."""
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, ...]:
+    main(["plan", *arguments, "--world_size=8", "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    sizes = (planned[f"{axis}_parallel_size"] for axis in ("pipeline", "data", "tensor"))
+    return (*sizes, planned["zero_stage"])
+
+
+@pytest.mark.parametrize("file", sorted((CONF / "strategy").iterdir()), ids=lambda file: file.stem)
+def test_strategies_of_hydra_are_what_they_are_called(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as files of `lightning-3d plan`, which takes all but what DeepSpeed's config makes."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(ROOT)
+    strategy = instantiate(_composed(f"strategy={file.stem}").strategy)
+    assert isinstance(strategy, ThreeDStrategy)
+    model, settings = ("tests.models.TinyGPT", "tests.test_plan_ahead.a_batch"), file
+    if file.stem == "deepspeed":
+        with pytest.raises(SystemExit):
+            _plan(capsys, *model, f"--config={file}")
+        assert "from_deepspeed has not the settings" in capsys.readouterr().err
+        settings = tmp_path / "settings.yaml"
+        settings.write_text(OmegaConf.to_yaml(strategy.config.as_mapping()))
+    assert _plan(capsys, *model, f"--config={settings}") == PLANNED[file.stem]
+
+
+def test_a_file_of_lightning_cli_is_planned(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    classes = ("examples.gpt.GPT", "examples.gpt.StdlibText")
+    assert _plan(capsys, *classes, f"--cli_config={CONF / 'cli' / 'pp2.yaml'}") == (2, 4, 1, 1)
+
+
+def _composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def test_groups_of_hydra_are_composed_and_overridden() -> None:
+    for group in ("precision", "trainer", "optimizer"):
+        for file in (CONF / group).iterdir():
+            config = _composed(f"{group}={file.stem}")
+            settings = {**config.trainer, **QUIET, "accelerator": "cpu", "devices": 1, "num_nodes": 1}
+            if settings["precision"] != "16-mixed":  # which Lightning has for GPUs alone
+                L.Trainer(strategy=instantiate(config.strategy), **settings)
+            instantiate(config.optimizer)(nn.Linear(1, 1).parameters())
+    changes = ("strategy.zero.stage=3", "+strategy.pipeline.num_microbatches=8", "precision=bf16")
+    config = _composed("strategy=pp2", *changes)
+    made = instantiate(config.strategy).config
+    assert (made.pipeline_parallel_size, made.zero.stage, made.pipeline.num_microbatches) == (2, 3, 8)
+    assert config.trainer.precision == "bf16-mixed"

@@ -1,7 +1,7 @@
 """Lightning's command line, with every setting of Trainer, strategy, model and data in YAML.
 
-python -m examples.cli.main fit --config examples/cli/config.yaml
-python -m examples.cli.main fit --config examples/cli/config.yaml --trainer.strategy.zero.stage=3
+python -m examples.cli.main fit --config conf/cli/pp2.yaml
+python -m examples.cli.main fit --config conf/cli/pp2.yaml --trainer.strategy.zero.stage=3
 """
 
 from lightning.pytorch.cli import LightningCLI

@@ -1,8 +1,10 @@
-"""Layouts that Hydra composes: `strategy` names a file of conf/strategy, whose keys can be changed; `+` adds others.
+"""Layouts that Hydra composes: a group, such as `strategy`, names a file of conf/, whose keys can be changed.
 
-python -m examples.hydra.main strategy=pp2
-python -m examples.hydra.main strategy=zero1 +strategy.zero.bucket_size=10
-python -m examples.hydra.main strategy=3d trainer.devices=8
+`+` adds keys that the file does not have.
+
+python -m examples.hydra.main strategy=pp2 +strategy.pipeline.num_microbatches=8
+python -m examples.hydra.main strategy=zero3 precision=bf16 optimizer=sgd
+python -m examples.hydra.main strategy=3d_2x2x2 trainer.devices=8
 """
 
 import hydra
@@ -13,12 +15,12 @@ from omegaconf import DictConfig
 from examples.gpt import GPT, StdlibText
 
 
-@hydra.main(config_path="conf", config_name="config", version_base="1.3")
+@hydra.main(config_path="../../conf", config_name="config", version_base="1.3")
 def main(config: DictConfig) -> None:
     """Train as the configuration says."""
     L.seed_everything(config.seed)
     trainer = L.Trainer(strategy=instantiate(config.strategy), **config.trainer)
-    trainer.fit(GPT(**config.model), datamodule=StdlibText(**config.data))
+    trainer.fit(GPT(**instantiate(config.model)), datamodule=StdlibText(**config.data))
 
 
 if __name__ == "__main__":

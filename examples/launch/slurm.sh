@@ -18,7 +18,7 @@ set -euo pipefail
 
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     python -m examples.cli.main fit \
-    --config=examples/cli/config.yaml \
+    --config=conf/cli/pp2.yaml \
     --trainer.num_nodes="$SLURM_NNODES" \
     --trainer.devices="$SLURM_NTASKS_PER_NODE" \
     "$@"

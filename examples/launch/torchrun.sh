@@ -17,7 +17,7 @@ exec torchrun \
     --rdzv-endpoint="${MASTER:-localhost:0}" \
     --rdzv-id="${RUN_ID:-lightning_3d}" \
     -m examples.cli.main fit \
-    --config=examples/cli/config.yaml \
+    --config=conf/cli/pp2.yaml \
     --trainer.num_nodes="$num_nodes" \
     --trainer.devices="$gpus_per_node" \
     "$@"

@@ -28,6 +28,7 @@ from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError
 
+_STRATEGY = "lightning_3d.ThreeDStrategy"
 _PLANNED = ("zero", "pipeline", "activations")  # sections: a layout is given where any of them is
 
 
@@ -122,12 +123,13 @@ class ThreeDConfig:
 
         Args:
             mapping: The keys of this class. A section (``zero``, ``pipeline``, ...) is a mapping, an OmegaConf node,
-                its dataclass, or ``None`` for its defaults.
+                its dataclass, or ``None`` for its defaults. A ``_target_`` of Hydra may name the strategy.
 
         Raises:
             ConfigError: an unknown key (names the nearest valid one) or a value that is not allowed.
 
         """
+        mapping = _without_target(mapping)
         config: ThreeDConfig = _read_section(cls, mapping)
         is_set = isinstance(mapping, Mapping) and any(mapping.get(section) for section in _PLANNED)
         return replace(config, layout="given") if config.layout == "auto" and is_set else config
@@ -271,6 +273,14 @@ def _check_compile(config: ThreeDConfig) -> None:
             " blocks keep what their backward needs by themselves, and inputs in full. Use"
             " activations.recompute='full', or activations.partition=False"
         )
+
+
+def _without_target(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A file of Hydra's that makes the strategy has its settings beside the class."""
+    target = mapping.get("_target_", _STRATEGY) if isinstance(mapping, Mapping) else _STRATEGY
+    if target != _STRATEGY:
+        raise ConfigError(f"_target_: {target} has not the settings of strategy='3d': those of {_STRATEGY} are read")
+    return {key: value for key, value in mapping.items() if key != "_target_"} if "_target_" in mapping else mapping
 
 
 def _check_pipeline(config: ThreeDConfig) -> None:
