@@ -74,9 +74,7 @@ def memory_figure(ranks: Sequence[RankMemory]) -> Figure:
     budgets = [rank.budget / unit for rank in ranks if rank.budget is not None]
     if budgets:
         axes.axhline(min(budgets), color="black", linestyle="dashed", label="budget")
-    axes.set_xlabel("pipeline rank")
-    axes.set_ylabel(name)
-    axes.set_title("memory at the peak of a training step, as predicted")
+    axes.set(xlabel="pipeline rank", ylabel=name, title="memory at the peak of a training step, as predicted")
     axes.legend()
     return figure
 
@@ -111,9 +109,11 @@ def budget_figure(points: Sequence[tuple[int, float]]) -> Figure:
     figure = _figure(4)
     axes = figure.subplots()
     axes.plot([size / GIB for size, _ in points], [100 * share for _, share in points], "o-", color="#4c78a8")
-    axes.set_xlabel("peak of the rank that takes the most, GiB")
-    axes.set_ylabel("operations computed again, %")
-    axes.set_title("what activations.budget costs with activations.recompute: auto")
+    axes.set(
+        xlabel="peak of the rank that takes the most, GiB",
+        ylabel="operations computed again, %",
+        title="what activations.budget costs with activations.recompute: auto",
+    )
     return figure
 
 
@@ -127,9 +127,7 @@ def scaling_figure(points: Mapping[int, float]) -> Figure:
     axes.loglog(ranks, ideal, color="black", linestyle="dashed", label=f"as many per rank as with {ranks[0]}")
     axes.set_xticks(ranks, [str(size) for size in ranks])
     axes.minorticks_off()
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("samples per second")
-    axes.set_title("a step of more ranks, as predicted")
+    axes.set(xlabel="ranks", ylabel="samples per second", title="a step of more ranks, as predicted")
     axes.legend()
     return figure
 
@@ -142,9 +140,7 @@ def speed_figure(rows: Sequence[Mapping[str, float]]) -> Figure:
     known = [row for row in rows if name in row]
     axes.plot([row["step"] for row in known], [row[name] for row in known], "o-", color="#4c78a8")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
-    axes.set_ylabel(name.replace("_", " "))
-    axes.set_title("speed of all replicas, as it was measured")
+    axes.set(xlabel="step", ylabel=name.replace("_", " "), title="speed of all replicas, as it was measured")
     return figure
 
 
@@ -160,9 +156,11 @@ def times_figure(ranks: Sequence[Mapping[str, float]], num_steps: int) -> Figure
     parts = [name for name in ranks[0] if name.startswith("time/") and name != "time/step"]
     times = {name.removeprefix("time/"): [1e3 * rank[name] / num_steps for rank in ranks] for name in parts}
     _stack(axes, times, colormaps["tab20"].colors)  # type: ignore[attr-defined]  # of a ListedColormap
-    axes.set_xlabel("rank")
-    axes.set_ylabel("milliseconds")
-    axes.set_title(f"where the time of a step went, as a mean of {num_steps} that were measured")
+    axes.set(
+        xlabel="rank",
+        ylabel="milliseconds",
+        title=f"where the time of a step went, as a mean of {num_steps} that were measured",
+    )
     figure.legend(loc="outside right upper")
     return figure
 
@@ -175,9 +173,7 @@ def peaks_figure(ranks: Sequence[Mapping[str, float]]) -> Figure:
     peaks = [rank[f"memory/{place}_peak"] for rank in ranks]
     unit, name = _memory_unit(max(peaks))
     _stack(axes, {place: [peak / unit for peak in peaks]}, [*_COLOURS.values()])
-    axes.set_xlabel("rank")
-    axes.set_ylabel(name)
-    axes.set_title(f"peak of the memory of the {place}, as it was measured")
+    axes.set(xlabel="rank", ylabel=name, title=f"peak of the memory of the {place}, as it was measured")
     return figure
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import lightning as L
 import torch
 
+from lightning_3d.callbacks.rows import row_table
 from lightning_3d.callbacks.telemetry import Telemetry
 from lightning_3d.callbacks.timeline import ScheduleTimeline
-from lightning_3d.callbacks.writers import row_table
 from lightning_3d.errors import StepError
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of

@@ -12,8 +12,10 @@ shapes of batches have changed, counts operations while it runs.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,16 @@ import torch.distributed as dist
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import profile, supported_activities
 
 from lightning_3d.callbacks.peaks import peak_tflops
-from lightning_3d.callbacks.rows import Amount, amounts, rates, times_and_memory
+from lightning_3d.callbacks.rows import RowFile, rates, row_table, times_and_memory
 from lightning_3d.callbacks.timeline import ScheduleTimeline
-from lightning_3d.callbacks.writers import RowFile, RowTable
+from lightning_3d.distributed.agreement import gather_objects
 from lightning_3d.distributed.around_collectives import around_collectives
 from lightning_3d.distributed.axes import ROLES
 from lightning_3d.distributed.device_memory import host_memory
@@ -124,7 +128,7 @@ class Telemetry(L.Callback):
             rank_zero_info(f"Telemetry leaves out mfu: it knows no peak of {self._device}; set peak_tflops")
         self._phases = _phases(strategy)
         self._index, self._is_in_step, self._num_stepped = 0, False, trainer.global_step
-        self._counted, self._is_traced = Amount(), self.trace is None
+        self._counted, self._is_traced = Counter[str](), self.trace is None
         self._shapes: list[torch.Size] | None = None
         self._norm: Tensor | None = None
         self._device_peak = 0
@@ -140,7 +144,7 @@ class Telemetry(L.Callback):
             self._begin_step(_strategy(trainer), batch)
         if self._counter is not None:
             self._counting.enter_context(self._counter)
-        self._done += Amount(samples=num_samples(batch), tokens=(self.tokens or _num_ids)(batch))
+        self._done.update(samples=num_samples(batch), tokens=(self.tokens or _num_ids)(batch))
         self._enter("forward")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
@@ -202,19 +206,22 @@ class Telemetry(L.Callback):
         return trainer.strategy
 
     def _open_outlets(self, trainer: L.Trainer) -> None:
-        self._file, self._table = None, None
+        self._file: RowFile | None = None
+        self._show: Callable[[Table], object] = lambda table: None
         if not trainer.is_global_zero:
             return
         if self.csv is not None:
             self._file = RowFile(self.csv, anew=trainer.global_step == 0)
         if self.table and (console := Console()).is_terminal:
-            self._table = RowTable(console, is_live=trainer.progress_bar_callback is None)
-            self._run.callback(self._table.close)
+            self._show = console.print
+            if trainer.progress_bar_callback is None:
+                live = self._run.enter_context(Live(console=console, auto_refresh=False))
+                self._show = partial(live.update, refresh=True)
 
     def _begin_interval(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._start, self._total, self._has_counted = time.perf_counter(), Amount(), False
+        self._start, self._total, self._has_counted = time.perf_counter(), Counter[str](), False
 
     def _close(self) -> None:
         for stack in (self._counting, self._measuring, self._run):
@@ -224,11 +231,10 @@ class Telemetry(L.Callback):
     # ---- a step
 
     def _forget_step(self) -> None:
-        self._done = Amount(steps=1)
+        self._done = Counter(steps=1)  # work of this rank: steps, samples, tokens, operations
         self._logs = False  # whether a row follows
         self._recorder: SpanRecorder | None = None
         self._counter: FlopCounter | None = None
-        self._profile: profile | None = None
 
     def _prepare(self, trainer: L.Trainer) -> None:
         """Before the next step's batch is fetched."""
@@ -243,7 +249,7 @@ class Telemetry(L.Callback):
         """Whether the next step may be traced, or count operations, so that its time is not measured."""
         if self._interval > 1:
             return not self._logs
-        return not self._counted.flops or (self._index >= _TRACED and not self._is_traced)
+        return not self._counted["flops"] or (self._index >= _TRACED and not self._is_traced)
 
     def _fetching(self) -> AbstractContextManager[None]:
         if not self._is_in_step:
@@ -258,8 +264,7 @@ class Telemetry(L.Callback):
             self._measuring.callback(strategy.measure_steps, None)
             self._measuring.enter_context(around_collectives(self._mesh.shape, self._communicating))
         elif self._is_special and self._index >= _TRACED and not self._is_traced:
-            self._profile = profile(activities=supported_activities())
-            self._measuring.enter_context(self._profile)
+            self._measuring.enter_context(profile(activities=supported_activities(), on_trace_ready=self._write_trace))
             self._measuring.callback(strategy.settle)  # the profiler can crash if it ends while a collective runs
         elif self._is_special and self._index > 0 and not self._has_counted and self._shapes != _shapes(batch):
             self._counter, self._shapes, self._has_counted = FlopCounter(), _shapes(batch), True
@@ -285,21 +290,22 @@ class Telemetry(L.Callback):
     def _end_step(self) -> None:
         self._measuring.close()
         if self._counter is not None:
-            self._counted = self._done + Amount(flops=self._counter.flops)
-        if self._profile is not None:
-            assert self.trace is not None
-            self.trace.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self.trace / f"rank{dist.get_rank()}.json"))
-            self._is_traced = True
-        self._total += self._done
+            self._counted = self._done + Counter(flops=self._counter.flops)
+        self._total.update(self._done)
+
+    def _write_trace(self, traced: profile) -> None:
+        assert self.trace is not None
+        self.trace.mkdir(parents=True, exist_ok=True)
+        traced.export_chrome_trace(str(self.trace / f"rank{dist.get_rank()}.json"))
+        self._is_traced = True
 
     # ---- a row
 
     def _log(self, trainer: L.Trainer) -> None:
-        own = amounts(self._total, self._counted) | self._memory() | self._times()
+        own: dict[str, float] = {**self._total, **{f"counted_{name}": self._counted[name] for name in self._counted}}
+        own |= self._memory() | self._times()
         own["seconds"] = time.perf_counter() - self._start  # the times were read from the device
-        everyone: list[Any] = [None] * self._mesh.shape.world_size
-        dist.all_gather_object(everyone, own)
+        everyone = gather_objects(own)
         row: dict[str, float | None] = {"step": trainer.global_step, **rates(everyone, self._mesh.shape, self._peak)}
         row |= times_and_memory(everyone, self._phases)
         row["gradient_norm"] = None if self._norm is None else float(self._norm)
@@ -312,8 +318,7 @@ class Telemetry(L.Callback):
             for kept, rank in zip(self.ranks, everyone, strict=True):
                 kept |= {name: value for name, value in rank.items() if name.startswith("memory/")}
                 kept |= {name: kept.get(name, 0.0) + rank[name] for name in rank if name.startswith("time/")}
-        if self._table is not None:
-            self._table.show(row)
+        self._show(row_table(self.metrics))
         if self._file is not None:
             names = [name for name in own if name.startswith("memory/")]
             by_rank = {f"{name}/rank{i}": rank[name] for name in names for i, rank in enumerate(everyone)}
@@ -329,8 +334,7 @@ class Telemetry(L.Callback):
         found.pop(_UNMEASURED, None)
         if (waiting := found.pop("waiting", None)) is not None:
             own = self._recorder.runs()
-            ranks: list[Any] = [None] * self._mesh.shape.pp
-            dist.all_gather_object(ranks, own, group=self._mesh.group("pp"))
+            ranks = gather_objects(own, self._mesh.group("pp"))
             waited = sum(bubble(spans, self._mesh.pp_rank) for spans in zip(*ranks, strict=True))
             found["bubble"] = min(waited, waiting)
             found["communication_pp"] = found.get("communication_pp", 0.0) + waiting - found["bubble"]

@@ -7,8 +7,9 @@ from typing import Any
 
 import lightning as L
 
+from lightning_3d.distributed.agreement import gather_objects
 from lightning_3d.errors import StepError
-from lightning_3d.pipeline.spans import Timeline
+from lightning_3d.pipeline.spans import SpanRecorder, Timeline
 from lightning_3d.strategy import ThreeDStrategy
 
 
@@ -21,7 +22,7 @@ class ScheduleTimeline(L.Callback):
 
     Raises:
         ConfigError: matplotlib is not installed.
-        StepError: the strategy has no pipeline.
+        StepError: the strategy has no pipeline, or runs the step inline.
     """
 
     def __init__(self, path: str | Path = "timeline.png", step: int = 2) -> None:
@@ -30,6 +31,7 @@ class ScheduleTimeline(L.Callback):
         self._draw, self._save = timeline_figure, save
         self.path, self.step = Path(path), step
         self._num_steps = 0  # of the run, which may have many epochs
+        self._recorder: SpanRecorder | None = None
         self.timeline: Timeline | None = None
         """The timeline that was drawn, on all ranks of the first pipeline."""
 
@@ -43,16 +45,28 @@ class ScheduleTimeline(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._num_steps == self.step:
-            self._strategy(trainer).start_timeline()
+            strategy = self._strategy(trainer)
+            self._recorder = SpanRecorder(strategy.root_device)
+            strategy.measure_steps(self._recorder)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._num_steps == self.step:
-            self.timeline = self._strategy(trainer).finish_timeline()
+        if self._recorder is not None:
+            self.timeline = self._gathered(self._strategy(trainer), self._recorder)
+            self._recorder = None
             if trainer.is_global_zero:
                 self._save(self._draw(self.timeline), self.path)
         self._num_steps += 1
+
+    @staticmethod
+    def _gathered(strategy: ThreeDStrategy, recorder: SpanRecorder) -> Timeline:
+        """What all ranks of this pipeline have measured."""
+        strategy.measure_steps(None)
+        if not (runs := recorder.runs()):
+            raise StepError("A timeline shows the schedule of a pipeline in microbatches, which this step has not run.")
+        measured = gather_objects(runs[-1], strategy.mesh.group("pp"))
+        return Timeline(name=strategy.plan.schedule, planned=recorder.planned, measured=tuple(measured))
 
     @staticmethod
     def _strategy(trainer: L.Trainer) -> ThreeDStrategy:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any, BinaryIO
+from zipfile import BadZipFile, ZipFile, ZipInfo, is_zipfile
 
 import torch.distributed as dist
 import xxhash
 
 from lightning_3d.checkpoint.atomic import MANIFEST
-from lightning_3d.checkpoint.records import damaged_records
+from lightning_3d.distributed.agreement import gather_objects
 from lightning_3d.errors import CheckpointError
 
 REPAIR = "Load another checkpoint, or copy this one again from where it is whole"
@@ -27,6 +30,7 @@ REPAIR = "Load another checkpoint, or copy this one again from where it is whole
 
 _NUM_NAMED = 50
 _CHUNK = 1 << 20  # bytes
+_NUM_THREADS = 4  # that read records: zlib lets go of Python's lock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +43,9 @@ class Checksum:
     @staticmethod
     def of_file(path: Path) -> Checksum:
         """Read a file, a part at a time."""
-        content, part, size = xxhash.xxh3_64(), bytearray(_CHUNK), 0
         with path.open("rb", buffering=0) as file:
-            while count := file.readinto(part):
-                content.update(memoryview(part)[:count])
-                size += count
-        return Checksum(size=size, xxh3_64=content.hexdigest())
+            content = file_digest(file, xxhash.xxh3_64)
+            return Checksum(size=file.tell(), xxh3_64=content.hexdigest())
 
 
 class ChecksummedFile:
@@ -121,8 +122,7 @@ def check_content(path: Path, *, is_shared: bool = False) -> None:
     """
     problems = [] if is_shared else damage(path)
     if is_shared:
-        everyone: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everyone, damage(path, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
+        everyone = gather_objects(damage(path, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
         problems = sorted({problem for of_rank in everyone for problem in of_rank})
     if problems:
         named = "; ".join(problems[:_NUM_NAMED])
@@ -138,7 +138,7 @@ def damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> list[str]:
         num_ranks: As many read the others.
     """
     if path.is_file():
-        return damaged_records(path, rank=rank, num_ranks=num_ranks)
+        return _damaged_records(path, rank, num_ranks)
     try:
         files = read_manifest(path) or {}
     except (OSError, ValueError) as error:
@@ -159,3 +159,30 @@ def _problem(path: Path, listed: Checksum) -> str | None:
     except OSError as error:
         return f"can't be read ({error})"
     return None if is_as_written else "has another content than was written (its checksum differs)"
+
+
+def _damaged_records(path: Path, rank: int, num_ranks: int) -> list[str]:
+    """Those of a zip archive of torch.save, which has the CRC-32 of each record, which torch.load does not compare."""
+    if not is_zipfile(path):  # of an old torch.save; or cut off, which torch.load tells
+        return []
+    try:
+        with ZipFile(path) as archive, ThreadPoolExecutor(_NUM_THREADS) as threads:
+            records = sorted(archive.infolist(), key=lambda record: record.file_size)
+            if not any(record.CRC for record in records):  # torch.serialization.set_crc32_options(False)
+                return []
+            own = records[rank::num_ranks]
+            are_whole = list(threads.map(lambda record: _is_whole(archive, record), own))
+    except BadZipFile as error:
+        return [f"its index can't be read ({error})"]
+    damaged = [record.filename for record, is_whole in zip(own, are_whole, strict=True) if not is_whole]
+    return [f"its record {name} has another content than was written" for name in damaged]
+
+
+def _is_whole(archive: ZipFile, record: ZipInfo) -> bool:
+    try:
+        with archive.open(record) as file:
+            while file.read(_CHUNK):  # compares the checksum at the end
+                pass
+    except Exception:  # of a damaged header any
+        return False
+    return True

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_3d.checkpoint.box import Share, is_part, state_share
 from lightning_3d.checkpoint.collective_errors import collective_errors
+from lightning_3d.distributed.agreement import gather_objects
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import InterleavedShard, order_of
 
@@ -109,9 +110,7 @@ def _partial_on_any_rank(metadata: dict[str, Any]) -> set[TreePath]:
         return node
 
     changed(metadata, note)
-    everyone = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return set().union(*everyone)
+    return set().union(*gather_objects(own))
 
 
 def changed(node: Any, change: Callable[[TreePath, Any], Any], path: TreePath = ()) -> Any:

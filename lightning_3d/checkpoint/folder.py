@@ -28,6 +28,7 @@ from lightning_3d.checkpoint.content import MODEL, Content, TreePath
 from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader, unpickling
 from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent
+from lightning_3d.distributed.agreement import gather_objects
 from lightning_3d.errors import CheckpointError
 
 FSDP_MODEL = "model"
@@ -57,9 +58,7 @@ def folder_content(content: Content, pp: DeviceMesh | None, tied: Mapping[str, s
     """
     taken: set[TreePath] = set()
     if pp is not None:
-        everyone = [set(content.values)] * pp.size()
-        dist.all_gather_object(everyone, set(content.values), group=pp.get_group())
-        taken = taken.union(*everyone[: pp.get_local_rank()])
+        taken = taken.union(*gather_objects(set(content.values), pp.get_group())[: pp.get_local_rank()])
     state: dict[str, Any] = {TIED: dict(tied)}
     for path, value in content.values.items():
         if path not in taken:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from copy import copy
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from lightning_3d.checkpoint.lazy import info_of, made, take, unread
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.model.absent import stand_in
 from lightning_3d.tensor.placement import interleaved_parameters
+from lightning_3d.torch_internals.modules import named_state
 
 expects_parts: ContextVar[bool] = ContextVar("expects_parts", default=False)
 """Whether the code that calls ``state_dict()`` knows that it gets parts."""
@@ -101,8 +101,7 @@ def tied_fqns(module: nn.Module) -> dict[str, str]:
     """The first FQN of every parameter and buffer that has several, by its other FQNs."""
     first: dict[Tensor, str] = {}
     tied: dict[str, str] = {}
-    parameters = module.named_parameters(remove_duplicate=False)
-    for fqn, tensor in chain(parameters, module.named_buffers(remove_duplicate=False)):
+    for fqn, tensor, _ in named_state(module):
         if first.setdefault(tensor, fqn) != fqn:
             tied[fqn] = first[tensor]
     return tied

@@ -54,149 +54,121 @@ BUILT = ("optimizer", "scheduler")
 
 _HALVES = "the scale halves at each overflow, as torch.amp.GradScaler's"
 
-_REFUSED: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
-    ("", "managed_gradient_accumulation", (True,), "a Trainer counts the batches of a step"),
-    ("", "gradient_allreduce_op", ("mean",), "gradients of replicas are averaged, as under DDP"),
-    ("", "sparse_gradients", (False,), "gradients of embeddings are dense"),
-    ("", "sequence_parallel_size", (1,), "context parallel is not built; see tensor.sequence_parallel"),
-    ("fp16.", "fp16_master_weights_and_grads", (False,), "small updates of fp16 weights would be lost"),
-    ("fp16.", "hysteresis", (1, 2), _HALVES),
-    ("fp16.", "consecutive_hysteresis", (False,), _HALVES),
-    ("fp16.", "min_loss_scale", (1,), "it is 1: an overflow there ends the training"),
-    (
-        "zero_optimization.",
-        "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights",
-        (False,),
-        "what is sent would be rounded; zero.communication_dtype and zero.power_sgd_rank send less",
-    ),
-    (
-        "checkpoint.",
-        "use_node_local_storage",
-        (False,),
-        "a checkpoint folder is on a file system that all nodes share",
-    ),
-)
-"""Section, keys, the values that are possible, and why others are not."""
+_QUANTIZED = "what is sent would be rounded; zero.communication_dtype and zero.power_sgd_rank send less"
 
-_DISABLED: tuple[tuple[str, str, str], ...] = (
-    ("", "amp", "it is apex's; use Trainer(precision='16-mixed')"),
-    ("", "elasticity", "it would change the size of batches"),
-    ("", "expert_parallel", "expert parallel is not built; tensor parallel shards experts"),
-    ("zero_optimization.", "zeropp_loco_param", "gradients would be quantised"),
-    ("zero_optimization.", "zenflow", "it steps parameters late"),
-    (
-        "",
-        "progressive_layer_drop eigenvalue sparse_attention quantize_training data_efficiency curriculum_learning"
-        " compression_training weight_quantization hybrid_engine",
-        "it would change the training, and is not done here",
-    ),
-)
-"""Section, keys, and why what they enable is refused."""
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "managed_gradient_accumulation": ((True,), "a Trainer counts the batches of a step"),
+    "gradient_allreduce_op": (("mean",), "gradients of replicas are averaged, as under DDP"),
+    "sparse_gradients": ((False,), "gradients of embeddings are dense"),
+    "sequence_parallel_size": ((1,), "context parallel is not built; see tensor.sequence_parallel"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "small updates of fp16 weights would be lost"),
+    "fp16.hysteresis": ((1, 2), _HALVES),
+    "fp16.consecutive_hysteresis": ((False,), _HALVES),
+    "fp16.min_loss_scale": ((1,), "it is 1: an overflow there ends the training"),
+    "zero_optimization.zero_quantized_weights": ((False,), _QUANTIZED),
+    "zero_optimization.zero_quantized_gradients": ((False,), _QUANTIZED),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), _QUANTIZED),
+    "checkpoint.use_node_local_storage": ((False,), "a checkpoint folder is on a file system that all nodes share"),
+}
+"""Key -> the values that are possible, and why others are not."""
 
-_LEFT_OUT: tuple[tuple[str, str, str], ...] = (
-    ("", "prescale_gradients gradient_predivide_factor", "gradients are divided by the replicas before their sum"),
-    ("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "any optimizer works"),
-    ("", "nebula datastates_ckpt", "see checkpoint.async_save"),
-    ("", "aio", "it tunes DeepSpeed's own access to disks"),
-    (
-        "",
-        "steps_per_print dump_state memory_breakdown flops_profiler log_level comms_logger"
-        " tensorboard wandb comet csv_monitor timers",
-        "it says what DeepSpeed prints; see the Trainer's loggers, callbacks and profiler",
-    ),
-    ("", "wall_clock_breakdown", "the callback Telemetry() tells how long each part of a step takes"),
-    ("", "vocabulary_size", "DeepSpeed only warns of sizes that tensor cores don't like"),
-    ("", "data_parallel_size", "it is the number of ranks over those of a replica"),
-    ("", "autotuning graph_harvesting compile disable_allgather", "it is about how DeepSpeed does it"),
-    ("", "use_data_before_expert_parallelism", "there is no expert parallel"),
-    ("", "seq_parallel_communication_data_type", "there is no sequence_parallel_size"),
-    ("", "dataloader_drop_last", "it is the DataLoader's affair"),
-    ("fp16.", "auto_cast", "inputs are cast with precision='16-true'"),
-    ("fp16.", "hysteresis", "the scale halves at each overflow, as with 1; with 2 DeepSpeed skips one step more"),
-    ("fp16.", "min_loss_scale", "it is always so here: an overflow at scale 1 ends the training"),
-    ("bf16.", "immediate_grad_update check_grad_overflow", "it is about how DeepSpeed does it"),
-    (
-        "torch_autocast.",
-        "lower_precision_safe_modules",
-        "torch.autocast knows what is safe; see precision.keep_fp32",
-    ),
-    (
-        "zero_optimization.",
-        "allgather_bucket_size reduce_bucket_size sub_group_size stage3_prefetch_bucket_size prefetch_bucket_size",
-        "it sizes a buffer of DeepSpeed's; see zero.bucket_size, zero.prefetch",
-    ),
-    (
-        "zero_optimization.",
-        "allgather_partitions contiguous_gradients overlap_comm reduce_scatter round_robin_gradients",
-        "it is always so here, or is about how DeepSpeed does it",
-    ),
-    (
-        "zero_optimization.",
-        "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint"
-        " stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save"
-        " stage3_gather_fp16_weights_on_model_save",
-        "checkpoints of any layout load into any other; lightning-3d checkpoint convert gives weights alone",
-    ),
-    (
-        "zero_optimization.",
-        "stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold"
-        " stage3_module_granularity_threshold stage3_param_persistence_threshold max_live_parameters max_reuse_distance"
-        " model_persistence_threshold module_granularity_threshold param_persistence_threshold",
-        "a block's parameters are gathered and freed together; see zero.reshard_after_forward",
-    ),
-    (
-        "zero_optimization.",
-        "cpu_offload_use_pin_memory enable_sanity_checks grad_hooks ignore_unused_parameters leaf_module legacy_stage1"
-        " log_trace_cache_warnings memory_efficient_linear mics_hierarchical_params_gather override_module_apply"
-        " save_muon_momentum_buffer_in_memory stage3_allgather_sequential stage3_use_all_reduce_for_fetch_params"
-        " allgather_sequential use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zero_hpz_partition_size",
-        "it is about how DeepSpeed does it; zero.shard_size shares the state inside of nodes",
-    ),
-    (
-        "zero_optimization.offload_param.",
-        "pin_memory buffer_count buffer_size max_in_cpu",
-        "it is about how DeepSpeed does it; see zero.offload_params",
-    ),
-    (
-        "zero_optimization.offload_optimizer.",
-        "pin_memory buffer_count pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc",
-        "it is about how DeepSpeed does it; see zero.offload_optimizer, zero.offload_window",
-    ),
-    ("tensor_parallel.", "tp tensor_parallel", "autotp_size or tp_size is the size for training"),
-    (
-        "tensor_parallel.",
-        "dtype tp_overlap_comm injection_policy_tuple partition_config preset_model keep_module_on_host"
-        " replace_with_kernel_inject kernel_inject",
-        "plans are found for any model, and proved; see tensor.plan",
-    ),
-    ("pipeline.", "seed_layers pipe_partitioned grad_partitioned use_reentrant", "it is about how DeepSpeed does it"),
-    (
-        "activation_checkpointing.",
-        "contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary profile",
-        "it is about how DeepSpeed does it; see activations.recompute",
-    ),
-    (
-        "checkpoint.",
-        "tag_validation load_universal parallel_write writer checkpoint_serialization",
-        "checkpoints of any layout load into any other",
-    ),
-)
-"""Section, keys, and why they have no effect."""
+_DISABLED = {
+    "it is apex's; use Trainer(precision='16-mixed')": "amp",
+    "it would change the size of batches": "elasticity",
+    "expert parallel is not built; tensor parallel shards experts": "expert_parallel",
+    "gradients would be quantised": "zero_optimization: zeropp_loco_param",
+    "it steps parameters late": "zero_optimization: zenflow",
+    "it would change the training, and is not done here": """
+        progressive_layer_drop eigenvalue sparse_attention quantize_training data_efficiency curriculum_learning
+        compression_training weight_quantization hybrid_engine
+    """,
+}
+"""Why what keys enable is refused -> the keys, a line of them for each section."""
+
+_LEFT_OUT = {
+    "it is about how DeepSpeed does it": """
+        autotuning graph_harvesting compile disable_allgather
+        bf16: immediate_grad_update check_grad_overflow
+        pipeline: seed_layers pipe_partitioned grad_partitioned use_reentrant
+    """,
+    "it says what DeepSpeed prints; see the Trainer's loggers, callbacks and profiler": """
+        steps_per_print dump_state memory_breakdown flops_profiler log_level comms_logger
+        tensorboard wandb comet csv_monitor timers
+    """,
+    "gradients are divided by the replicas before their sum": "prescale_gradients gradient_predivide_factor",
+    "any optimizer works": "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+    "see checkpoint.async_save": "nebula datastates_ckpt",
+    "it tunes DeepSpeed's own access to disks": "aio",
+    "the callback Telemetry() tells how long each part of a step takes": "wall_clock_breakdown",
+    "DeepSpeed only warns of sizes that tensor cores don't like": "vocabulary_size",
+    "it is the number of ranks over those of a replica": "data_parallel_size",
+    "there is no expert parallel": "use_data_before_expert_parallelism",
+    "there is no sequence_parallel_size": "seq_parallel_communication_data_type",
+    "it is the DataLoader's affair": "dataloader_drop_last",
+    "inputs are cast with precision='16-true'": "fp16: auto_cast",
+    "the scale halves at each overflow, as with 1; with 2 DeepSpeed skips one step more": "fp16: hysteresis",
+    "it is always so here: an overflow at scale 1 ends the training": "fp16: min_loss_scale",
+    "torch.autocast knows what is safe; see precision.keep_fp32": "torch_autocast: lower_precision_safe_modules",
+    "it sizes a buffer of DeepSpeed's; see zero.bucket_size, zero.prefetch": """
+        zero_optimization: allgather_bucket_size reduce_bucket_size sub_group_size
+        zero_optimization: stage3_prefetch_bucket_size prefetch_bucket_size
+    """,
+    "it is always so here, or is about how DeepSpeed does it": """
+        zero_optimization: allgather_partitions contiguous_gradients overlap_comm reduce_scatter round_robin_gradients
+    """,
+    "checkpoints of any layout load into any other; lightning-3d checkpoint convert gives weights alone": """
+        zero_optimization: elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint
+        zero_optimization: stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
+        zero_optimization: stage3_gather_fp16_weights_on_model_save
+    """,
+    "a block's parameters are gathered and freed together; see zero.reshard_after_forward": """
+        zero_optimization: stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+        zero_optimization: stage3_module_granularity_threshold stage3_param_persistence_threshold max_live_parameters
+        zero_optimization: max_reuse_distance model_persistence_threshold module_granularity_threshold
+        zero_optimization: param_persistence_threshold
+    """,
+    "it is about how DeepSpeed does it; zero.shard_size shares the state inside of nodes": """
+        zero_optimization: cpu_offload_use_pin_memory enable_sanity_checks grad_hooks ignore_unused_parameters
+        zero_optimization: leaf_module legacy_stage1 log_trace_cache_warnings memory_efficient_linear
+        zero_optimization: mics_hierarchical_params_gather override_module_apply save_muon_momentum_buffer_in_memory
+        zero_optimization: stage3_allgather_sequential stage3_use_all_reduce_for_fetch_params allgather_sequential
+        zero_optimization: use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zero_hpz_partition_size
+    """,
+    "it is about how DeepSpeed does it; see zero.offload_params": """
+        zero_optimization.offload_param: pin_memory buffer_count buffer_size max_in_cpu
+    """,
+    "it is about how DeepSpeed does it; see zero.offload_optimizer, zero.offload_window": """
+        zero_optimization.offload_optimizer: pin_memory buffer_count pipeline_read pipeline_write fast_init ratio
+        zero_optimization.offload_optimizer: super_offload cpuadam_cores_perc
+    """,
+    "autotp_size or tp_size is the size for training": "tensor_parallel: tp tensor_parallel",
+    "plans are found for any model, and proved; see tensor.plan": """
+        tensor_parallel: dtype tp_overlap_comm injection_policy_tuple partition_config preset_model kernel_inject
+        tensor_parallel: keep_module_on_host replace_with_kernel_inject
+    """,
+    "it is about how DeepSpeed does it; see activations.recompute": """
+        activation_checkpointing: contiguous_memory_optimization number_checkpoints synchronize_checkpoint_boundary
+        activation_checkpointing: profile
+    """,
+    "checkpoints of any layout load into any other": """
+        checkpoint: tag_validation load_universal parallel_write writer checkpoint_serialization
+    """,
+}
+"""Why keys have no effect -> the keys, likewise."""
 
 
-def _spread(rows: tuple[tuple[Any, ...], ...]) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    for section, names, *rest in rows:
-        yield from ((section + name, tuple(rest)) for name in names.split())
+def _by_key(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for why, text in reasons.items():
+        for line in text.splitlines():
+            section, _, names = line.strip().rpartition(": ")
+            yield from ((f"{section}.{name}" if section else name, why) for name in names.split())
 
 
-LEFT_OUT: Mapping[str, str] = {key: why for key, (why,) in _spread(_LEFT_OUT)}
+LEFT_OUT = dict(_by_key(_LEFT_OUT))
 """Key -> why it has no effect."""
 
-DISABLED: Mapping[str, str] = {key: why for key, (why,) in _spread(_DISABLED)}
+DISABLED = dict(_by_key(_DISABLED))
 """Key -> why what it enables is refused."""
-
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {key: (values, why) for key, (values, why) in _spread(_REFUSED)}
-"""Key -> the values that are possible, and why others are not."""
 
 KEYS = SETTINGS.keys() | TOGETHER | {*BUILT, *DTYPES} | LEFT_OUT.keys() | DISABLED.keys() | REFUSED.keys()
 """All that are known."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
+from itertools import tee
 from typing import Any
 
 from lightning_3d.data.held_generators import held_by
@@ -23,24 +23,19 @@ class ReplayIterator(Iterator[Any]):
     """An iterator, which may be its own dataloader, that can be looked at without losing what it gave."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator, self._given = iterator, list[Any]()
-        self._is_looked_at = False
+        self._iterator = iterator
 
     def __next__(self) -> Any:
-        value = next(self._iterator)
-        if self._is_looked_at:
-            self._given.append(value)
-        return value
+        return next(self._iterator)
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
         """Batches that it gives inside, it gives again afterwards."""
-        self._is_looked_at = True
+        before, self._iterator = tee(self._iterator)
         try:
             yield
         finally:
-            self._iterator = chain(self._given, self._iterator)
-            self._is_looked_at, self._given = False, []
+            self._iterator = before
 
 
 def is_used_up(loader: Any) -> bool:

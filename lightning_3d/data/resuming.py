@@ -20,7 +20,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_3d.data.held_generators import generators_of_loaders, generators_of_modules
-from lightning_3d.data.sample_order import orders_of
+from lightning_3d.data.sample_order import order_of
 from lightning_3d.distributed.generator_states import packed, packed_states, unpack, unpacked_states
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import BatchError
@@ -102,7 +102,7 @@ class Resuming:
         return 1 if replicas is None else int(replicas["num_replicas"])
 
     def _orders(self) -> list[str | None]:
-        return orders_of(data_loops.training_loaders(self._trainer), self._num_replicas)
+        return [order_of(loader, self._num_replicas) for loader in data_loops.training_loaders(self._trainer)]
 
     def _check_order(self, num: int, saved: Mapping[str, Any]) -> None:
         """Raise where another number of replicas would not go on with the samples that are left of an epoch."""

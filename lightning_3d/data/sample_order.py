@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 
-def orders_of(loaders: Sequence[Any], num_replicas: int) -> list[str | None]:
-    """For each loader, in words, which samples all replicas' batches number k have together; None where batches of
-    another number of replicas may have others: of iterable datasets, own samplers, shuffled by one replica's generator.
+def order_of(loader: Any, num_replicas: int) -> str | None:
+    """In words, which samples all replicas' batches number k have together; None where batches of another number of
+    replicas may have others: of iterable datasets, own samplers, shuffled by one replica's generator.
     """
-    return [_order(loader, num_replicas) for loader in loaders]
-
-
-def _order(loader: Any, num_replicas: int) -> str | None:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return None
     sampler: Any = loader.sampler

@@ -82,13 +82,19 @@ def gather_rows(numbers: Sequence[int], group: dist.ProcessGroup | None = None) 
     return rows
 
 
+def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of a group gives, by rank; every rank of it calls this."""
+    everyone = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group)
+    return everyone
+
+
 def described_alike(described: Mapping[str, str], group: dist.ProcessGroup | None = None) -> set[str]:
     """The names of what all ranks of a group describe in the same words; every rank of it calls this."""
     sums = gather_numbers(zlib.crc32(repr(sorted(described.items())).encode()), group)
     if len(set(sums)) == 1:
         return set(described)
-    everyone: list[dict[str, str]] = [{}] * len(sums)
-    dist.all_gather_object(everyone, dict(described), group)
+    everyone = gather_objects(dict(described), group)
     return {name for name, words in described.items() if all(other.get(name) == words for other in everyone)}
 
 
@@ -118,8 +124,7 @@ def raise_alike(error: Exception | None, group: dist.ProcessGroup | None = None)
     """
     if not any(gather_numbers(int(error is not None), group)):
         return
-    everyone: list[BaseException | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, None if error is None else portable(error), group)
+    everyone = gather_objects(None if error is None else portable(error), group)
     rank, first = next((rank, other) for rank, other in enumerate(everyone) if other is not None)
     if error is not None and rank == dist.get_rank(group):
         raise error

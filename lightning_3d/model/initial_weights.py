@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.distributed.agreement import described_alike, gather_numbers
+from lightning_3d.distributed.agreement import described_alike, gather_numbers, gather_objects
 from lightning_3d.errors import PlanError
 from lightning_3d.model.absent import AbsentTensor
 from lightning_3d.model.unbuilt import UnbuiltTensor
@@ -42,8 +42,7 @@ def check_same_model(module: nn.Module, *, is_restored: bool) -> None:
     sums = gather_numbers(zlib.crc32("\n".join(described).encode()))
     other = next((rank for rank, value in enumerate(sums) if value != sums[0]), None)
     if other is not None:
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, described)
+        everyone = gather_objects(described)
         pairs = zip_longest(everyone[0], everyone[other], fillvalue="nothing")
         first, second = next(pair for pair in pairs if pair[0] != pair[1])
         raise PlanError(

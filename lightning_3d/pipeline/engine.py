@@ -30,7 +30,7 @@ from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossStudy
 from lightning_3d.pipeline.microbatches import batch_size, split_batch
 from lightning_3d.pipeline.schedule import AroundBackward, Schedule
-from lightning_3d.pipeline.spans import SpanRecorder, Timeline
+from lightning_3d.pipeline.spans import SpanRecorder
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.traced_alike import check_alike
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
@@ -38,14 +38,13 @@ from lightning_3d.pipeline.undo import BlocksBefore
 from lightning_3d.pipeline.whole_loss_code import WholeLossCode
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
-from lightning_3d.planning.timing import Span
 from lightning_3d.tensor.vocabulary.fused_heads import is_head
 from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
-from lightning_3d.waits import Wait
+from lightning_3d.waits import telling
 from lightning_3d.zero.engine import RankModule
 
 _MAX_SCHEDULES = 2
@@ -81,7 +80,6 @@ class PipelineEngine:
     Args:
         rank_module: The root of this rank's shards, around ``module``.
         around_backward: Gives the context of each backward of a microbatch on a stage.
-        wait: Told when a step is traced or studied.
         unsplit: Stages whose backward stays in one piece where the schedule splits it.
         before_forward: Told which stage runs a microbatch, before it does.
         has_budget: Whether a step's memory is predicted for the loss that the plan names.
@@ -100,7 +98,6 @@ class PipelineEngine:
         randomness: StepRandomness,
         device: torch.device,
         around_backward: AroundBackward,
-        wait: Wait,
         full_backward_stages: Collection[int] = (),
         before_forward: Callable[[int], None] = lambda stage: None,
         has_budget: bool = False,
@@ -109,14 +106,13 @@ class PipelineEngine:
     ) -> None:
         self._unsplit = full_backward_stages
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
-        self._around_backward, self._wait = around_backward, wait
+        self._around_backward = around_backward
         self._group, self._replica = mesh.group("pp"), mesh.group("replica")
         self._has_replicas, self._shares_evaluations = mesh.shape.dp > 1, shares_evaluations
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
         self.recorder: SpanRecorder | None = None
         """Measures the steps that run, the same on all ranks; waits for others are its phase "waiting"."""
-        self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
         self._merger = Merger()
         norms = Norms(module, router, [block.fqn for block in plan.blocks if len(plan.ranks_of(block)) > 1])
         self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, merger=self._merger)
@@ -134,7 +130,6 @@ class PipelineEngine:
             group=self._group,
             source=self._source,
             device=device,
-            wait=wait,
             has_budget=has_budget,
         )
         self._stages = Stages(
@@ -228,10 +223,9 @@ class PipelineEngine:
         if self.recorder is None:
             yield
             return
-        self._planned = schedule.planned()
         with self.recorder.during("waiting"):
             dist.barrier(self._group)
-            self.recorder.begin()
+            self.recorder.begin(schedule.planned())
             yield
             dist.barrier(self._group)
 
@@ -302,24 +296,11 @@ class PipelineEngine:
         """Lines for the plan: how losses come from microbatches, as steps have shown."""
         return self._batch_loss.texts
 
-    def start_timeline(self) -> None:
-        """Measure the steps that follow. Every rank calls it."""
-        self.recorder = SpanRecorder(self._device)
-
-    def finish_timeline(self) -> Timeline:
-        """The spans measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
-        assert self.recorder is not None, "start_timeline comes first"
-        measured: list[tuple[Span, ...]] = [()] * torch.distributed.get_world_size(self._group)
-        own = self.recorder.runs()[-1:] or [()]  # no step ran in microbatches
-        torch.distributed.all_gather_object(measured, own[0], group=self._group)
-        self.recorder = None
-        return Timeline(name=self._plan.schedule, planned=self._planned, measured=tuple(measured))
-
     def _trace(self, call: StepCall) -> Trace:
         """The trace of a step; every rank of the pipeline makes it, and raises what it is on one of them."""
 
         def traced() -> Trace:
-            with self._wait(f"Tracing {call.name}"), raise_on_all_ranks(self._group):
+            with telling(f"Tracing {call.name}"), raise_on_all_ranks(self._group):
                 trace = self._traces.trace(call)
                 trace.refuse_what_counts_once()
             check_alike(trace, call.name, self._group)

@@ -42,6 +42,8 @@ class SpanRecorder:
     def __init__(self, device: torch.device) -> None:
         self.phase = "other"
         """The present one; times count from the first that is entered."""
+        self.planned: tuple[tuple[Span, ...], ...] = ()
+        """The last schedule that ran, as it was planned."""
         self._device = device
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._phases: list[tuple[str, _Mark]] = []
@@ -64,8 +66,9 @@ class SpanRecorder:
         yield
         self.enter(before)
 
-    def begin(self) -> None:
+    def begin(self, planned: tuple[tuple[Span, ...], ...]) -> None:
         """Start the clock of a schedule; all ranks of a pipeline call it at the same moment."""
+        self.planned = planned
         self._origins.append(self._now())
 
     @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer, callbacks
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.agreement import gather_objects
 from lightning_3d.errors import ConfigError
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 
@@ -40,8 +40,7 @@ def check_same_settings(trainer: Trainer, config: ThreeDConfig) -> None:
     mine = {"strategy": str(config), "what the Trainer runs": str(trainer.state.fn)}
     mine |= {"callbacks": ", ".join(shared) or "none of these"}
     mine |= {name: str(value) for name, value in flags.items() if isinstance(value, int | float | str | None)}
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gather_objects(mine)
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         if name := next((name for name in first if first[name] != theirs.get(name)), None):

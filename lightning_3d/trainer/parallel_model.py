@@ -66,7 +66,7 @@ from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.step_planner import Planned, StepPlanner
 from lightning_3d.trainer.step_runner import TRAINING, PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks, warn_of_whole_sequences
-from lightning_3d.waits import CountedWait, Wait
+from lightning_3d.waits import CountedWait, telling
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.fully_sharded import FullySharded, is_shardable, lay_out_contiguously
 from lightning_3d.zero.gradients import Gradients
@@ -124,7 +124,6 @@ def make_parallel(
     mesh: Mesh,
     precision: ThreeDPrecision,
     device: torch.device,
-    wait: Wait,
     rendezvous: Rendezvous,
     is_restored: bool,
 ) -> ParallelModel:
@@ -141,9 +140,9 @@ def make_parallel(
     is_empty, shapes = is_on_meta(module), StateShapes(module)
     place_buffers(module, device)
     join_replica(mesh, device)
-    planned = StepPlanner(trainer, module, mesh.shape, precision, device, wait).plan(config)
-    making = _Making(trainer, module, planned, mesh, precision, device, wait, rendezvous)
-    with wait("Placing weights"):
+    planned = StepPlanner(trainer, module, mesh.shape, precision, device).plan(config)
+    making = _Making(trainer, module, planned, mesh, precision, device, rendezvous)
+    with telling("Placing weights"):
         making.place()
     plan = making.shard_blocks(is_empty=is_empty)
     own = {block.fqn: making.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
@@ -191,12 +190,11 @@ class _Making:
         mesh: Mesh,
         precision: ThreeDPrecision,
         device: torch.device,
-        wait: Wait,
         rendezvous: Rendezvous,
     ) -> None:
         self._trainer, self._module, self._planned, self._config = trainer, module, planned, planned.config
         self._mesh, self._precision, self._device = mesh, precision, device
-        self._wait, self._rendezvous, self.compiling = wait, rendezvous, CountedWait(wait)
+        self._rendezvous, self.compiling = rendezvous, CountedWait(telling)
         self.blocks = planned.plan.blocks_in(module)
         self.compiled: Callable[[nn.Module], Compiled | None] = lambda block: None
         if self._config.compile.enabled:
@@ -227,9 +225,7 @@ class _Making:
             with Generators(device).preserved(), self._precision.dtype_of_steps(), preserved(module):
                 if config.tensor.verify:
                     observed = self._planned.observed
-                    plan = prove_blocks(
-                        plan, observed, mesh, config.tensor, device, self.compiled, self._wait, is_empty
-                    )
+                    plan = prove_blocks(plan, observed, mesh, config.tensor, device, self.compiled, is_empty)
             apply_blocks(plan, module, self.blocks, mesh, device)
         # FSDP2 takes those that it shards unit by unit.
         moved = {p for p in module.parameters() if not (self._is_fully_sharded and is_shardable(p))}
@@ -300,7 +296,6 @@ class _Making:
             randomness=randomness,
             device=device,
             around_backward=zero.stage_backward,
-            wait=self._wait,
             full_backward_stages=full_backward_stages,
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
             has_budget=self._config.activations.plans_memory,

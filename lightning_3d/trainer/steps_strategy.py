@@ -18,9 +18,8 @@ from typing_extensions import override
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import StepError
-from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.microbatches import detached_from_inference
-from lightning_3d.pipeline.spans import SpanRecorder, Timeline
+from lightning_3d.pipeline.spans import SpanRecorder
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.optimizers import TrainedOptimizers
@@ -231,21 +230,3 @@ class StepsStrategy(RanksStrategy):
         """Wait for what the last step still communicates."""
         self._parts.zero.wait_params()
         self._parts.guard.settle()
-
-    def start_timeline(self) -> None:
-        """Measure the pipeline steps that follow. Every rank calls it.
-
-        Raises:
-            StepError: there is no pipeline, or its steps run inline.
-        """
-        self._engine.start_timeline()
-
-    def finish_timeline(self) -> Timeline:
-        """The timeline of this rank's pipeline since ``start_timeline``. Every rank calls it."""
-        return self._engine.finish_timeline()
-
-    @property
-    def _engine(self) -> PipelineEngine:
-        if (engine := self._parts.runner.engine) is None:
-            raise StepError("A timeline shows the schedule of a pipeline in microbatches, which this run has not.")
-        return engine

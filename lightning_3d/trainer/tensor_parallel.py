@@ -23,7 +23,7 @@ from lightning_3d.tensor import Verification, apply_block, replicated_plan, veri
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.trace.fake_blocks import random_like
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.waits import Wait, not_told
+from lightning_3d.waits import telling
 
 
 def prove_blocks(
@@ -33,7 +33,6 @@ def prove_blocks(
     config: TensorConfig,
     device: torch.device,
     compiled: Callable[[nn.Module], Compiled | None],
-    wait: Wait = not_told,
     is_empty: bool = False,
 ) -> Plan:
     """Compare every distinct sharded block with its dense self, each rank those of its stage; every rank calls it.
@@ -47,7 +46,7 @@ def prove_blocks(
     Returns:
         The same plan on all ranks, in which blocks that did not prove out are replicated; each is warned of.
     """
-    failed = _failures(plan, observed, mesh, config, device, compiled, wait, is_empty)
+    failed = _failures(plan, observed, mesh, config, device, compiled, is_empty)
     if failed:
         failed = _with_partners(failed, plan)
         _warn("Tensor parallel is left out of blocks whose sharding differs from dense", failed)
@@ -63,7 +62,6 @@ def _failures(
     config: TensorConfig,
     device: torch.device,
     compiled: Callable[[nn.Module], Compiled | None],
-    wait: Wait,
     is_empty: bool,
 ) -> dict[str, str]:
     """FQN -> plan and difference, on all ranks, for those blocks that do not prove out."""
@@ -80,7 +78,7 @@ def _failures(
         key = identity_of(fqn, block), tensor
         if key not in proofs:
             args, kwargs = example_inputs(inputs[fqn], TensorMeta.as_seen)
-            with wait(f"Proving {fqn}, block {number} of {len(own)}"), ExitStack() as moved:
+            with telling(f"Proving {fqn}, block {number} of {len(own)}"), ExitStack() as moved:
                 with raise_on_all_ranks(mesh.axis("tp").get_group()):
                     moved.enter_context(_on_device(observed.module, block, device, is_empty))
                 proofs[key] = verify_block(
@@ -96,7 +94,7 @@ def _failures(
         if not proofs[key].passed:
             failed[fqn] = f"{proofs[key]} ({tensor.summary})"
     everyone: list[dict[str, str]] = [{}] * mesh.shape.world_size
-    with wait("Proving blocks of other stages"):
+    with telling("Proving blocks of other stages"):
         dist.all_gather_object(everyone, failed)
     return {fqn: why for part in everyone for fqn, why in part.items()}
 
