@@ -83,7 +83,6 @@ class PipelineEngine:
         around_backward: Gives the context of each backward of a microbatch on a stage.
         wait: Told when a step is traced or studied.
         unsplit: Stages whose backward stays in one piece where the schedule splits it.
-        before_forward: Told which stage runs a microbatch, before it does.
         has_budget: Whether a step's memory is predicted for the loss that the plan names.
         sit_out: As of ``Stages``.
         shares_evaluations: Whether the replicas evaluate together, as those do that share weights.
@@ -102,7 +101,6 @@ class PipelineEngine:
         around_backward: AroundBackward,
         wait: Wait,
         full_backward_stages: Collection[int] = (),
-        before_forward: Callable[[int], None] = lambda stage: None,
         has_budget: bool = False,
         sit_out: Callable[[Sequence[str]], bool],
         shares_evaluations: bool,
@@ -146,7 +144,6 @@ class PipelineEngine:
             effects=self._effects,
             merger=self._merger,
             randomness=randomness,
-            before_forward=before_forward,
             sit_out=sit_out,
         )
         self._before = BlocksBefore(block for fqn, block in router.blocks.items() if fqn not in router.absent)
