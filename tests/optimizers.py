@@ -167,5 +167,6 @@ class Sam(ByHand):
             parameter.add_(parameter.grad / norm, alpha=0.05)
         torch.enable_grad()(closure)()
         for parameter, value in zip(parameters, before, strict=True):
-            parameter.copy_(value.sub(parameter.grad, alpha=self.param_groups[0]["lr"]))
+            has_gradient = parameter.grad is not None  # the second run may take another path than the first
+            parameter.copy_(value.sub(parameter.grad, alpha=self.param_groups[0]["lr"]) if has_gradient else value)
         return loss

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import OffloadError
 from lightning_3d.zero.offload import steps
-from lightning_3d.zero.offload.states import OffloadedStates
+from lightning_3d.zero.offload.copies import HostCopies
 from lightning_3d.zero.offload.store import Advice, Store
 from tests.models import TinyGPT, TinyMLP, features
 from tests.optimizers import ClippingAdam
@@ -113,17 +113,17 @@ class _Large(L.LightningModule):
 
 def _memory(window: float) -> tuple[list[int], int]:
     """After the step of each window, where it is largest, what the process holds of files; and MiB of all states."""
-    module, take_back, in_files = _Large(), OffloadedStates.take_back, list[int]()
+    module, give_back, in_files = _Large(), HostCopies.give_back, list[int]()
 
     def measured(*args: Any) -> None:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         in_files.append(int(status["RssFile"].split()[0]) // 1024)
-        take_back(*args)
+        give_back(*args)
 
     strategy = ThreeDStrategy(zero={"stage": 0, "offload_optimizer": "states", "offload_window": window})
     trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=1, enable_checkpointing=False, **QUIET)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OffloadedStates, "take_back", measured)
+        patch.setattr(HostCopies, "give_back", measured)
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 1024)), batch_size=4))
     (optimizer,) = trainer.optimizers
     num_bytes = sum(t.nbytes for state in optimizer.state.values() for t in state.values())

@@ -24,7 +24,7 @@ SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 @given(st.lists(SHAPES, max_size=6), st.integers(0, 200))
 def test_windows_have_every_part_once_and_are_bounded(shapes: list[Any], num_bytes: int) -> None:
     values = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    parts = [Part(parameter=value, values=value, gradient=value.detach(), group=0) for value in values]
+    parts = [Part(parameter=value, values=value, gradient=value.detach()) for value in values]
     windows = deal(parts, num_bytes)
     assert len(windows) == 1 or all(windows)
     assert list(chain(*windows)) == parts

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.chosen_blocks import chosen_blocks
+from lightning_3d.activations.recomputation import Recomputation
 from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -143,6 +145,29 @@ def test_a_block_does_to_the_world_what_it_does_without_recomputation(workers: W
                 forwards,
                 plain[4],
             )
+
+
+class InPlace(nn.Module):
+    """Changes what products give in place, through a view of one; (B, T, WIDTH) -> (B, T, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.inner(x), inplace=True)
+        return (hidden @ self.weight).mul_(2).sin()
+
+
+def test_results_that_are_changed_in_place_serve_two_backwards() -> None:
+    block, x = InPlace(), torch.randn(2, 3, WIDTH, requires_grad=True)
+    recomputed = Recomputation("block", block, "selective", Generators(torch.device("cpu")))
+    inputs = [x, *block.parameters()]
+    expected = torch.autograd.grad(block(x).sum(), inputs)
+    output = recomputed(block, (x,), {}).mul_(1.0).sum()
+    for retain_graph in (True, False):
+        found = torch.autograd.grad(output, inputs, retain_graph=retain_graph)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 # ---- settings

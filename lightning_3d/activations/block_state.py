@@ -49,20 +49,44 @@ _KERNELS = {
 
 
 class StateBefore:
-    """The state of a block before one forward."""
+    """The state of a block before one forward.
 
-    def __init__(self, fqn: str, modules: Sequence[nn.Module], generators: Generators, snapshot: Snapshot) -> None:
-        self._fqn, self._modules, self._generators, self.snapshot = fqn, modules, generators, snapshot
+    Args:
+        fqn: Name of the block.
+        generators: Those that it may draw from.
+    """
+
+    def __init__(self, fqn: str, modules: Sequence[nn.Module], generators: Generators) -> None:
+        self._fqn, self._modules, self._generators = fqn, modules, generators
+        norms = (module for module in modules if isinstance(module, RunningNorm))
+        statistics = {id(buffer) for norm in norms for buffer in buffers_of(norm).values()}
+
+        def is_kept(tensor: Tensor) -> bool:
+            return tensor.nbytes <= _SMALL or id(tensor) in statistics
+
+        self._snapshot = Snapshot(modules, ignored=_IGNORED, with_data=is_kept)
+        self._large = [(tensor, version_of(tensor)) for tensor in _tensors(modules) if not is_kept(tensor)]
         self._structure = _structure(modules)
         self._drawn_from: RandomStates | None = generators.states()
         self._of_modules = [(generator, state_of(generator)) for generator in generators_of(modules)]
         self._dtype = torch.get_default_dtype()
         self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]  # type: ignore[no-untyped-call]  # torch 2.13
-        self.large: Sequence[tuple[Tensor, int]] = ()
-        """Tensors whose data are not kept, and their versions after the forward."""
 
-    def end(self) -> None:
-        """After the forward: let go of the states of generators if nothing was drawn."""
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run the forward inside.
+
+        Raises:
+            StepError: it changed a weight or a large tensor in place.
+        """
+        weights = [(weight, version_of(weight)) for weight in _weights(self._modules)]
+        yield
+        for tensor in _changed((*weights, *self._large)):
+            raise StepError(
+                f"{self._fqn} changed a weight or a large buffer of its own of shape {tuple(tensor.shape)} in place in"
+                " its forward, so that it can't be computed again. Change it in on_train_batch_end, or leave the block"
+                " out of activations.blocks."
+            )
         if self._drawn_from is not None and self._generators.are_at(self._drawn_from):
             self._drawn_from = None
 
@@ -74,7 +98,7 @@ class StateBefore:
             StepError: something changed that can't be put back.
         """
         self._check()
-        now = Snapshot(self._modules, ignored=_IGNORED, with_data=self.snapshot.has_data_of)
+        now = Snapshot(self._modules, ignored=_IGNORED, with_data=self._snapshot.has_data_of)
         with ExitStack() as undone:
             undone.enter_context(sdpa_kernel(self._kernels))
             undone.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -86,17 +110,16 @@ class StateBefore:
                 set_state(generator, state)
             torch.set_default_dtype(self._dtype)
             undone.callback(now.restore, unseen=True)
-            self.snapshot.restore(unseen=True)
+            self._snapshot.restore(unseen=True)
             yield
 
     def _check(self) -> None:
-        for tensor, version in self.large:
-            if version_of(tensor) != version:
-                raise StepError(
-                    f"{self._fqn} is computed again in its backward, but a buffer of shape {tuple(tensor.shape)}, which"
-                    " its forward left alone, was changed in place since. Change it after the backward, or leave the"
-                    " block out of activations.blocks."
-                )
+        for tensor in _changed(self._large):
+            raise StepError(
+                f"{self._fqn} is computed again in its backward, but a buffer of shape {tuple(tensor.shape)}, which its"
+                " forward left alone, was changed in place since. Change it after the backward, or leave the block out"
+                " of activations.blocks."
+            )
         now = _structure(self._modules)
         if len(now) != len(self._structure) or not all(map(is_, now, self._structure)):
             raise StepError(
@@ -126,46 +149,11 @@ def _weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
         yield from (weight for weight in parameters_of(module).values() if type(weight) is nn.Parameter)
 
 
-class BlockState:
-    """The state of a block.
+def _changed(tensors: Iterable[tuple[Tensor, int]]) -> Iterator[Tensor]:
+    """Tensors that were changed in place since they had these versions."""
+    return (tensor for tensor, version in tensors if version_of(tensor) != version)
 
-    Args:
-        fqn: Name of the block.
-        generators: Those that it may draw from.
-    """
 
-    def __init__(self, fqn: str, modules: Sequence[nn.Module], generators: Generators) -> None:
-        self._fqn, self._modules, self._generators = fqn, modules, generators
-        self._norms = [module for module in modules if isinstance(module, RunningNorm)]
-
-    @contextmanager
-    def before(self) -> Iterator[StateBefore]:
-        """Keep the state for the recomputation of the forward that runs inside.
-
-        Raises:
-            StepError: the forward changed a weight or a large tensor in place.
-        """
-        statistics = {id(buffer) for norm in self._norms for buffer in buffers_of(norm).values()}
-
-        def is_kept(tensor: Tensor) -> bool:
-            return tensor.nbytes <= _SMALL or id(tensor) in statistics
-
-        snapshot = Snapshot(self._modules, ignored=_IGNORED, with_data=is_kept)
-        state = StateBefore(self._fqn, self._modules, self._generators, snapshot)
-        large = [(tensor, version_of(tensor)) for tensor in _tensors(self._modules) if not is_kept(tensor)]
-        weights = [(weight, version_of(weight)) for weight in _weights(self._modules)]
-        yield state
-        for tensor, version in (*weights, *large):
-            if version_of(tensor) != version:
-                raise StepError(
-                    f"{self._fqn} changed a weight or a large buffer of its own of shape {tuple(tensor.shape)} in place"
-                    " in its forward, so that it can't be computed again. Change it in on_train_batch_end, or leave the"
-                    " block out of activations.blocks."
-                )
-        state.large = large
-        state.end()
-
-    def storages(self) -> Set[int]:
-        """The memory of the buffers and other tensors that are put back for a recomputation."""
-        tensors = _tensors(self._modules)
-        return {storage for tensor in tensors if (storage := storage_of(tensor)) is not None}
+def storages_of_state(modules: Iterable[nn.Module]) -> Set[int]:
+    """The memory of the buffers and other tensors of modules that are put back for a recomputation."""
+    return {storage for tensor in _tensors(modules) if (storage := storage_of(tensor)) is not None}

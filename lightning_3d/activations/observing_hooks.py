@@ -8,8 +8,7 @@ what the block computes, and is called again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS, observer_r
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import version_of
 
-Place = tuple[nn.Module | None, int, int]
-"""Module, or None for all, index of the registry among its ``observer_registries`` and key in it."""
 Hook = Callable[..., Any]
+Place = tuple[int, int]
+"""Index of a registry, and the key of a hook in it."""
 
 
 class ObservingHooks:
@@ -36,70 +35,58 @@ class ObservingHooks:
     def __init__(self, modules: Sequence[nn.Module], generators: Generators) -> None:
         self._modules, self._generators = modules, generators
         self._others: set[Place] = set()  # which do more than look
-        self._has_ended = False
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
+    @property
+    def _registries(self) -> list[dict[int, Hook]]:
+        """As they are now: a pipeline has others in their places for the time of a microbatch."""
+        return [registry for owner in (None, *self._modules) for registry in observer_registries(owner)]
+
+    def noted(self) -> AbstractContextManager[None]:
         """Find those called inside that only look."""
-        with ExitStack() as replaced:
-            for place in self._places():
-                watch = partial(_watched, self._generators, partial(self._others.add, place))
-                replaced.enter_context(_hook_replaced(*place, watch))
-            yield
-        self._has_ended = True
+        return self._replaced(self._watched)
 
-    @contextmanager
-    def left_out(self, fqn: str) -> Iterator[None]:
+    def left_out(self, fqn: str) -> AbstractContextManager[None]:
         """Do not call those inside.
 
         Raises:
             StepError: one that has a part in what the block computes is gone.
         """
-        if any(key not in observer_registries(owner)[i] for owner, i, key in self._others):
+        registries = self._registries
+        if any(key not in registries[i] for i, key in self._others):
             raise StepError(
                 f"{fqn} is computed again in its backward, but a hook that changed what its forward computed was"
                 " removed since. Remove it after the backward, or leave the block out of activations.blocks."
             )
-        with ExitStack() as replaced:
-            for place in self._places() if self._has_ended else ():
-                if place not in self._others:
-                    replaced.enter_context(_hook_replaced(*place, lambda hook: _look_away))
-            yield
+        return self._replaced(lambda hook, place: hook if place in self._others else _look_away)
 
-    def _places(self) -> list[Place]:
-        return [
-            (owner, i, key)
-            for owner in (None, *self._modules)
-            for i, registry in enumerate(observer_registries(owner))
+    @contextmanager
+    def _replaced(self, replace: Callable[[Hook, Place], Hook]) -> Iterator[None]:
+        """Let others take the places of the user's hooks, which may be removed inside."""
+        pairs = [
+            (registry, key, hook, replace(hook, (i, key)))
+            for i, registry in enumerate(self._registries)
             for key, hook in registry.items()
             if not _is_of_torch(hook)
         ]
+        for registry, key, _, replacement in pairs:
+            registry[key] = replacement
+        try:
+            yield
+        finally:
+            for registry, key, hook, replacement in pairs:
+                if registry.get(key) is replacement:
+                    registry[key] = hook
 
+    def _watched(self, hook: Hook, place: Place) -> Hook:
+        def watched(module: nn.Module, *args: Any) -> Any:
+            before, drawn_from = _state(module, args), self._generators.states()
+            answer = hook(module, *args)
+            if answer is not None or _state(module, args) != before or not self._generators.are_at(drawn_from):
+                self._others.add(place)
+            return answer
 
-@contextmanager
-def _hook_replaced(owner: nn.Module | None, i: int, key: int, replace: Callable[[Hook], Hook]) -> Iterator[None]:
-    """Let another hook take the place of one, which may be removed inside."""
-    registry = observer_registries(owner)[i]
-    hook = registry[key]
-    registry[key] = replacement = replace(hook)
-    try:
-        yield
-    finally:
-        if registry.get(key) is replacement:
-            registry[key] = hook
-
-
-def _watched(generators: Generators, takes_part: Callable[[], None], hook: Hook) -> Hook:
-    def watched(module: nn.Module, *args: Any) -> Any:
-        attributes, states, versions = _attributes(module), generators.states(), _versions(args)
-        answer = hook(module, *args)
-        is_looking = answer is None and _attributes(module) == attributes and _versions(args) == versions
-        if not is_looking or not generators.are_at(states):
-            takes_part()
-        return answer
-
-    disabled: Hook = torch.compiler.disable(watched)  # in a block that its author compiled
-    return disabled
+        disabled: Hook = torch.compiler.disable(watched)  # in a block that its author compiled
+        return disabled
 
 
 def _look_away(*args: Any) -> None:
@@ -111,18 +98,13 @@ def _is_of_torch(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
 
 
-def _attributes(module: nn.Module) -> dict[str, int]:
-    """Name -> identity of each attribute, parameter and buffer."""
+def _state(module: nn.Module, args: tuple[Any, ...]) -> tuple[dict[str, int], list[int]]:
+    """The identity of each attribute, parameter and buffer, and how often each tensor that a hook gets, or the one
+    behind it, was changed in place.
+    """
     attributes = vars(module)
-    return {
-        name: id(value)
-        for owner in (attributes, attributes[PARAMETERS], attributes[BUFFERS])
-        for name, value in owner.items()
-    }
-
-
-def _versions(args: tuple[Any, ...]) -> list[int]:
-    """How often each tensor that a hook gets was changed in place, and those behind tensors of subclasses."""
+    owners = (attributes, attributes[PARAMETERS], attributes[BUFFERS])
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     tensors += [held for leaf in tensors for held in vars(leaf).values() if isinstance(held, Tensor)]
-    return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
+    versions = [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
+    return {name: id(value) for owner in owners for name, value in owner.items()}, versions

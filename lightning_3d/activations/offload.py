@@ -4,8 +4,7 @@
     end of it              what block k - 1 kept leaves the device, once copied
     backward of block k    what it kept is back, and what block k - 1 kept comes back meanwhile
 
-So the device holds what two blocks keep; what the last one kept is still there when the backward begins. Where the
-backward of a pipeline stage ends, what it needs first for the next microbatch comes back.
+So the device holds what two blocks keep; what the last one kept is still there when the backward begins.
 
 Everything belongs to the graph: memory of the host and of the device goes with what autograd saved, whether a backward
 used it or not. Changes by ``tensor.data``, which torch does not count, are not seen in what has left.
@@ -46,17 +45,8 @@ class Offload:
         self._device, self._transfers, self._least_bytes = device, transfers, least_bytes
         self._memory: WeakValueDictionary[tuple[int, int], _Memory] = WeakValueDictionary()
         """(identity of a storage, version of its values) -> where it is."""
-        self._forward = _Forward()
-        self._forwards: dict[int, _Forward] = {}  # stage -> its newest
         self._present: _Call | None = None
         self._last: ref[_Call] | None = None
-
-    def begin_forward(self, stage: int) -> None:
-        """Tell that a pipeline stage begins with a microbatch. Their backwards come in the order of their forwards."""
-        forward = _Forward()
-        if stage in self._forwards:
-            self._forwards[stage].following = forward
-        self._forward = self._forwards[stage] = forward
 
     @contextmanager
     def call(self, block: nn.Module) -> Iterator[None]:
@@ -68,15 +58,16 @@ class Offload:
         if is_left or not torch.is_grad_enabled():
             yield
             return
-        self._present = call = _Call(block, self._forward)
+        self._present = call = _Call(block, self._last)
         try:
             with saved_tensors_hooks(self.keep, unpack):
                 yield
         finally:
             self._present = None
-        if self._last is not None and (last := self._last()) is not None:
-            last.leave()
-        self._last = ref(call)
+        if call.memory:
+            if self._last is not None and (last := self._last()) is not None:
+                last.leave()
+            self._last = ref(call)
 
     def keep(self, tensor: Tensor) -> Saved:
         """Keep a tensor for the backward of the block that is called."""
@@ -87,7 +78,7 @@ class Offload:
         memory = self._memory.get((storage_id(storage), version))
         if memory is None:
             memory = self._memory[storage_id(storage), version] = _Memory(storage, self._transfers)
-        call.add(memory)
+        call.memory.append(ref(memory))
         counter, dtype = version_counter(tensor), tensor.dtype
         offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
@@ -149,26 +140,20 @@ class _Memory:
         return self._device.untyped_storage()
 
 
-class _Forward:
-    """A microbatch on a pipeline stage, of whose calls of blocks the backwards follow on each other in reverse."""
-
-    def __init__(self) -> None:
-        self.calls: list[ref[_Call]] = []
-        """The ones of which something is kept."""
-        self.following: _Forward | None = None
-        """The next microbatch on the stage, whose backward comes after."""
-
-
 class _Call:
-    """A call of a block. It lives as long as the graph keeps something of it."""
+    """A call of a block. It lives as long as the graph keeps something of it.
 
-    def __init__(self, block: nn.Module, forward: _Forward) -> None:
+    Args:
+        before: The call before it, whose backward comes next.
+    """
+
+    def __init__(self, block: nn.Module, before: ref[_Call] | None) -> None:
         own = [part_of(tensor) for tensor in (*block.parameters(), *block.buffers())]
         self._storages = {storage_id(tensor.untyped_storage()) for tensor in own}
         self._shapes = {tensor.shape for tensor in own}
-        self._memory: list[ref[_Memory]] = []
-        self._forward, self._index = forward, 0
-        self._is_needed = False
+        self._before, self._is_needed = before, False
+        self.memory: list[ref[_Memory]] = []
+        """Memory that its backward needs."""
 
     def has_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is a weight or buffer, a view of one, or a copy that ``autocast`` made of one."""
@@ -178,32 +163,23 @@ class _Call:
         whole = tensor if base is None else base
         return isinstance(whole, nn.Parameter) or (is_cast(whole) and whole.shape in self._shapes)
 
-    def add(self, memory: _Memory) -> None:
-        """Note memory that its backward needs."""
-        if not self._memory:
-            self._index = len(self._forward.calls)
-            self._forward.calls.append(ref(self))
-        self._memory.append(ref(memory))
-
     def leave(self) -> None:
         """Let the memory of the device go."""
-        for reference in self._memory:
+        for reference in self.memory:
             if (memory := reference()) is not None:
                 memory.leave()
 
     def fetch(self) -> None:
         """Begin to bring everything back, in the order in which the backward needs it."""
-        for reference in reversed(self._memory):
+        for reference in reversed(self.memory):
             if (memory := reference()) is not None:
                 memory.fetch()
 
     def need(self) -> None:
-        """Tell that its backward runs: the next one's memory begins to come back, too."""
+        """Tell that its backward runs: the memory of the one that comes next begins to come back, too."""
         if self._is_needed:
             return
         self._is_needed = True
         self.fetch()
-        following = self._forward.following
-        rest = self._forward.calls[: self._index] or ([] if following is None else following.calls)
-        if rest and (call := rest[-1]()) is not None:
+        if self._before is not None and (call := self._before()) is not None:
             call.fetch()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.activations.block_state import BlockState, StateBefore
+from lightning_3d.activations.block_state import StateBefore, storages_of_state
 from lightning_3d.activations.observing_hooks import ObservingHooks
 from lightning_3d.activations.saved_tensor import Save, SavedTensor
 from lightning_3d.activations.selective import KeptResults
@@ -69,7 +69,6 @@ class Recomputation:
         self.whole, self._inputs, self.keep = whole, inputs, keep
         self.fqn, self.mode, self.generators = fqn, mode, generators
         self.modules = list(block.modules())
-        self.state = BlockState(fqn, self.modules, generators)
         self.changed_inputs: Set[int] | None = None
         """The leaves of its arguments that a forward changes in place; None before the first one."""
         self.checkpoints_itself = False
@@ -108,7 +107,7 @@ class _Run:
         firsts: dict[Hashable, int] = {}
         self._same = [firsts.setdefault(_place(leaf), i) for i, leaf in enumerate(self._leaves)]
         self.changed_inputs: Set[int] = frozenset()
-        self._state: StateBefore
+        self._state = StateBefore(owner.fqn, owner.modules, owner.generators)
         self._hooks = ObservingHooks(owner.modules, owner.generators)
         self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
 
@@ -122,7 +121,7 @@ class _Run:
         """Around the forward, and around its recomputations."""
         if self._results is None:
             return nullcontext(), nullcontext()
-        return self._results.keeping(), self._results.giving()
+        return self._results, self._results.giving()
 
     def __call__(self, *saved: Any) -> Any:
         if self._given is None:
@@ -130,7 +129,7 @@ class _Run:
         (args, kwargs), self._given = self._given, None
         leaves, self._leaves = self._leaves, []
         versions = [version_of(leaf) if _is_versioned(leaf) else None for leaf in leaves]
-        with self._owner.state.before() as self._state, self._hooks.noted():
+        with self._state.forward(), self._hooks.noted():
             output = self._call(*args, **kwargs)
         pairs = enumerate(zip(leaves, versions, strict=True))
         changed = {i for i, (leaf, version) in pairs if version is not None and version_of(leaf) != version}
@@ -140,7 +139,7 @@ class _Run:
         self._check_copied(changed, leaves)
         self.changed_inputs = changed | (known or frozenset())
         if self._results is not None:
-            self._results.leave(output)
+            self._results.end(output)
         return output
 
     def _check_copied(self, changed: Set[int], leaves: Sequence[Any]) -> None:
@@ -150,7 +149,7 @@ class _Run:
                 f"{fqn} changed an argument in place, which its first training step left alone, so that its forward"
                 " can't be computed again. Leave the block out of activations.blocks."
             )
-        own = self._owner.state.storages() if changed else frozenset[int]()
+        own = storages_of_state(self._owner.modules) if changed else frozenset[int]()
         for i in changed:
             others = (leaf for leaf, first in zip(leaves, self._same, strict=True) if first != self._same[i])
             if storage_of(leaves[i]) in own or any(_shares_memory(leaves[i], leaf) for leaf in others):

@@ -14,10 +14,9 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.parts.module import as_built
 from lightning_3d.parts.stages import full_on_all, holders_of
 from lightning_3d.tensor.placement import InterleavedShard, interleaved_parameters
-from lightning_3d.torch_internals.fsdp_units import forget_units
+from lightning_3d.torch_internals.fsdp_units import forget_units, reshard_units
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.zero.attributes import successor
-from lightning_3d.zero.gathered import reshard_units
 
 Slots = dict[Tensor, tuple[str, list[tuple[nn.Module, str]]]]
 """Parameters and buffers -> their first FQN in the model, and all places where it holds them."""

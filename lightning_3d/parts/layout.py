@@ -22,8 +22,8 @@ from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.parts.copies import copy_in, is_held_as
 from lightning_3d.parts.full_params import full_params, stay_full
 from lightning_3d.ranks.rendezvous import Rendezvous
+from lightning_3d.torch_internals.fsdp_units import reshard_units
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
-from lightning_3d.zero.gathered import reshard_units
 
 LAYOUT = "_lightning_3d_layout"
 """Attribute of a module: the layout that its model has."""

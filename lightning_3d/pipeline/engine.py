@@ -81,7 +81,6 @@ class PipelineEngine:
         rank_module: The root of this rank's shards, around ``module``.
         around_backward: Gives the context of each backward of a microbatch on a stage.
         unsplit: Stages whose backward stays in one piece where the schedule splits it.
-        before_forward: Told which stage runs a microbatch, before it does.
         has_budget: Whether a step's memory is predicted for the loss that the plan names.
         sit_out: As of ``Stages``.
         shares_evaluations: Whether the replicas evaluate together, as those do that share weights.
@@ -99,7 +98,6 @@ class PipelineEngine:
         device: torch.device,
         around_backward: AroundBackward,
         full_backward_stages: Collection[int] = (),
-        before_forward: Callable[[int], None] = lambda stage: None,
         has_budget: bool = False,
         sit_out: Callable[[Sequence[str]], bool],
         shares_evaluations: bool,
@@ -141,7 +139,6 @@ class PipelineEngine:
             effects=self._effects,
             merger=self._merger,
             randomness=randomness,
-            before_forward=before_forward,
             sit_out=sit_out,
         )
         self._before = BlocksBefore(block for fqn, block in router.blocks.items() if fqn not in router.absent)

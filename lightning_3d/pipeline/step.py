@@ -55,8 +55,6 @@ class Stages:
     effects: StepEffects
     merger: Merger
     randomness: StepRandomness
-    before_forward: Callable[[int], None]
-    """Told which stage runs a microbatch now."""
     sit_out: Callable[[Sequence[str]], bool]
     """Told which blocks would run now, by FQN, in the collectives of whose weights this rank takes part for others;
     returns whether it can."""
@@ -193,7 +191,6 @@ class PipelineStep:
             return part.run(self.stages.module), effects.collect(context)
 
         randomness = partial(self.stages.randomness.block, self.number, index)
-        self.stages.before_forward(stage)
         router = self.stages.router
         run = StageRun(router, flow, stage, received, randomness, self._draw(stage, index))
         # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.

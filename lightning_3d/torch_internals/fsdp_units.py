@@ -32,6 +32,15 @@ def without_units(module: nn.Module) -> ExitStack:
     return undone
 
 
+def reshard_units(module: nn.Module) -> None:
+    """Let the units in a module, which the last forward may have left gathered, show the Parameters that optimizers
+    have, of which each rank holds a part.
+    """
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def forget_units(module: nn.Module) -> None:
     """Let the modules of a module, which are no units any more, become others."""
     for inner in module.modules():

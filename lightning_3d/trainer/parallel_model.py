@@ -168,7 +168,7 @@ def make_parallel(
         guard=BatchGuard(planned.config.batch, mesh, device),
         buffers=SharedBuffers(module, mesh, device),
         router=router,
-        runner=making.runner(plan, router, zero, gradients, randomness, heads, offload, full_backward_stages),
+        runner=making.runner(plan, router, zero, gradients, randomness, heads, full_backward_stages),
         randomness=randomness,
         heads=heads,
         compiling=making.compiling,
@@ -278,7 +278,6 @@ class _Making:
         gradients: Gradients,
         randomness: StepRandomness,
         heads: FusedHeads,
-        offload: Offload | None,
         full_backward_stages: set[int],
     ) -> StepRunner:
         """Pipeline: runs steps in microbatches, or inline, or at once."""
@@ -297,7 +296,6 @@ class _Making:
             device=device,
             around_backward=zero.stage_backward,
             full_backward_stages=full_backward_stages,
-            before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
             has_budget=self._config.activations.plans_memory,
             sit_out=lambda fqns: zero.sit_out([self.blocks[fqn] for fqn in fqns]),
             shares_evaluations=self._is_fully_sharded,

@@ -12,7 +12,7 @@ stays None, as in one process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -186,33 +186,33 @@ def _put(slots: Tensor, values: Tensor, scale: float, *, adds: bool) -> None:
 _LARGEST, _SMALLEST, _LEAST_NUMBER = 25 * 2**20, 2**20, 4
 
 
-def bucket_bytes(shards: Iterable[RankShard]) -> float:
+def bucket_bytes_of(total: int) -> float:
     """Bytes of parameters per bucket where nobody sets them: 25 MiB as in DDP, but several buckets of at least 1 MiB in
     a small model, since only those before the last are reduced while the backward runs.
+
+    Args:
+        total: Bytes of all parameters.
     """
-    return bucket_bytes_of(sum(plain(shard.parameter).nbytes for shard in shards))
-
-
-def bucket_bytes_of(total: int) -> float:
-    """The same for so many bytes of parameters."""
     return min(_LARGEST, max(_SMALLEST, total / _LEAST_NUMBER))
 
 
 def make_buckets(
-    shards: Iterable[RankShard],
+    shards: Sequence[RankShard],
     replicas: DPComm,
     *,
-    num_bytes: float,
+    num_bytes: float | None = None,
     dtype: torch.dtype | None,
-    compression: Callable[[int], PowerSGD | None],
+    compression: Callable[[int], PowerSGD | None] = lambda _: None,
 ) -> list[Bucket]:
     """Deal parameters to buckets in the order given.
 
     Args:
-        num_bytes: Bytes of parameters at which a bucket is full.
+        num_bytes: Bytes of parameters at which a bucket is full; None for `bucket_bytes_of`.
         dtype: Of what is communicated; if None that of the gradients, but fp32 for 16-bit ones.
         compression: Index of a bucket -> how its gradients are compressed.
     """
+    if num_bytes is None:
+        num_bytes = bucket_bytes_of(sum(plain(shard.parameter).nbytes for shard in shards))
     full: list[tuple[torch.dtype, list[RankShard]]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device, bool, int | None], list[RankShard]] = {}
     sizes: Counter[tuple[torch.dtype, torch.device, bool, int | None]] = Counter()

@@ -67,6 +67,7 @@ class Zero(ABC):
 
     def __init__(self, module: nn.Module) -> None:
         self.root = RankModule(module)
+        self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients, in no `grad`
         self.shards: dict[nn.Parameter, RankShard] = {}
         """Parameters that this rank holds -> the part that its optimizers step."""
         self.num_sharing = 1
@@ -87,8 +88,7 @@ class Zero(ABC):
     def assign_shards(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
         """Settle which part of each parameter its optimizer steps, before training; ends with `release`."""
 
-    @abstractmethod
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Leave the parameters alone, after training."""
 
     def keep_states(self, new_state: Callable[[torch.Size, torch.dtype], Tensor]) -> None:
@@ -133,15 +133,13 @@ class Zero(ABC):
     def set_accumulating(self, accumulating: bool) -> None:
         """Without a pipeline: whether the next backward is followed by another before the optimizer's step."""
 
-    @abstractmethod
-    def before_backward(self, loss: Tensor) -> None:
+    def before_backward(self, loss: Tensor) -> None:  # noqa: B027
         """Without a pipeline: before Lightning runs the backward of a loss."""
 
     def after_backward(self) -> None:  # noqa: B027  # hooks of the backward do most
         """Without a pipeline: after Lightning has run the backward of a loss."""
 
-    @abstractmethod
-    def stop_sync(self) -> None:
+    def stop_sync(self) -> None:  # noqa: B027
         """Without a pipeline: after the last backward of a step; those that follow are not Lightning's."""
 
     @abstractmethod
@@ -150,9 +148,10 @@ class Zero(ABC):
         ``optimizer.step``, of ranks that have run the same backwards.
         """
 
-    @abstractmethod
-    def gather_grads(self) -> None:
-        """After a backward: make the gradients whole if they may be seen; every rank calls it."""
+    def gather_grads(self) -> None:  # noqa: B027
+        """After a backward: make the gradients whole if they may be seen; every rank calls it. At stage 3 ``grad`` is a
+        shard.
+        """
 
     @abstractmethod
     def begin_forward(self) -> None:
@@ -162,23 +161,27 @@ class Zero(ABC):
     def wait_params(self) -> None:
         """Wait for all-gathers of parameters; at stage 3 reduce gradients outside of units, and reshard every unit."""
 
-    @abstractmethod
-    def all_gather_params(self, parameters: Iterable[nn.Parameter]) -> None:
-        """After an optimizer has stepped its shards of these parameters."""
+    def all_gather_params(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027
+        """After an optimizer has stepped its shards of these parameters; stage 3 gathers them when they are read."""
 
     # ---- gradients
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """This rank's part of the reduced gradient: plain, of the shape of what its optimizer steps; a view."""
-        return None if parameter.grad is None else self.shards[parameter].own(parameter.grad)
+        held = self._held.get(parameter)
+        return held if parameter.grad is None else self.shards[parameter].own(parameter.grad)
 
     def set_gradient(self, parameter: nn.Parameter, own: Tensor) -> None:
         """Give a parameter this rank's part of its reduced gradient."""
-        parameter.grad = self.shards[parameter].like_parameter(own)
+        if self.shards[parameter].size > 1:
+            self._held[parameter] = own
+        else:
+            parameter.grad = self.shards[parameter].like_parameter(own)
 
     def held_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The plain tensors that these parameters' gradients lie in, whole or this rank's rows."""
-        return [plain(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        found = [gradient for p in parameters for gradient in (p.grad, self._held.get(p)) if gradient is not None]
+        return list(map(plain, found))
 
     def widen_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make 16-bit gradients fp32, for hooks and norms, and for optimizers that step in fp32."""
@@ -186,25 +189,33 @@ class Zero(ABC):
             if parameter.grad is not None and is_half(parameter.grad):
                 parameter.grad_dtype = None  # any
                 parameter.grad = parameter.grad.float()
+            if (own := self._held.get(parameter)) is not None and is_half(own):
+                self._held[parameter] = own.float()
 
     def take_gradients(self) -> HeldGradients:
         """Take all gradients off."""
         grads = {p: p.grad for p in self.shards if p.grad is not None}
         for parameter in grads:
             parameter.grad = None
-        return HeldGradients(grads, {})
+        taken, self._held = HeldGradients(grads, self._held), {}
+        return taken
 
     def put_gradients(self, held: HeldGradients) -> None:
         """Give back what was taken; there are no others now."""
         for parameter, gradient in held.grads.items():
             parameter.grad = gradient
+        self._held = dict(held.shards)
 
     def add_gradients(self, held: HeldGradients, scale: Tensor) -> None:
         """Add `scale`, a 0-d tensor, times what was taken; it may be used up."""
         _multiply([*held.grads.values(), *held.shards.values()], scale)
         for parameter, gradient in held.grads.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        for parameter, own in held.shards.items():
+            before = self._held.get(parameter)
+            self._held[parameter] = own if before is None else before.add_(own)
 
-    @abstractmethod
     def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Forget gradients that an optimizer has used and nobody else sees."""
+        """Forget gradients that an optimizer has used and nobody else sees; `zero_grad` finds the others."""
+        for parameter in parameters:
+            self._held.pop(parameter, None)

@@ -6,7 +6,7 @@ One ``fully_shard`` unit per block and one for what is left, below one root per 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
@@ -24,14 +24,13 @@ from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import base_of
-from lightning_3d.zero.buckets import bucket_bytes, make_buckets, reduce_dtype
+from lightning_3d.zero.buckets import make_buckets, reduce_dtype
 from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.outside_reads import OutsideReads, mark_whole
-from lightning_3d.zero.reducer import GradientReducer
-from lightning_3d.zero.shard import RankShard
+from lightning_3d.zero.shard import RankShard, plain
 from lightning_3d.zero.shard_writeback import ShardWriteback, Slot
 
 
@@ -75,6 +74,7 @@ class FullySharded(Zero):
         super().__init__(module)
         self._keeps_graph = False  # a backward inside of the step has a graph, which the next backward reads
         self._casts = False  # gradients are cast to be reduced
+        self._is_due = False  # a backward of a step may have given gradients to what is not sharded
         self._keeps = keeps
         self._replicas, self._dtype, self._mesh = DPComm(mesh), config.dtype, mesh
         self._reads = OutsideReads(self._replicas, config.dtype, device)
@@ -101,7 +101,6 @@ class FullySharded(Zero):
         for fqn, parameter in module.named_parameters():
             if parameter in self.shards and isinstance(parameter, DTensor) and parameter not in self._replicated:
                 mark_whole(parameter, wholes[fqn])
-        self._reducer: GradientReducer | None = None
         _prefetch(chains, config.prefetch)
         make_root(self._fsdp)
 
@@ -160,24 +159,10 @@ class FullySharded(Zero):
 
     @override
     def assign_shards(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
-        self.release()
         if self._casts:  # a backward without reduction then fails in torch 2.13 for units that were never gathered
             for unit in self._units:
                 unit.unshard()
                 unit.reshard()
-        shards = [self.shards[p] for p in self.shards if p in self._replicated and p.numel() and p.is_floating_point()]
-        if shards:
-            size = bucket_bytes(shards)
-            buckets = make_buckets(
-                shards, self._replicas, num_bytes=size, dtype=self._dtype, compression=lambda _: None
-            )
-            self._reducer = GradientReducer(buckets, _receive, lambda: None)
-
-    @override
-    def release(self) -> None:
-        if self._reducer is not None:
-            self._reducer.remove()
-        self._reducer = None
 
     @override
     def begin_step(self, *, splits_backward: bool) -> None:
@@ -186,9 +171,6 @@ class FullySharded(Zero):
         self._reads.keeps = self._keeps or splits_backward
         self._set(keeps=self._reads.keeps)
         self._fsdp.set_is_last_backward(False)
-        if self._reducer is not None:
-            self._reducer.begin()
-            self._reducer.is_on = False
 
     def _set(self, *, keeps: bool) -> None:
         for unit in self._units:
@@ -204,8 +186,7 @@ class FullySharded(Zero):
         finish_backward(self._fsdp)
         self._reads.keeps = False
         self._reads.reduce()
-        if self._reducer is not None:
-            self._reducer.flush()
+        self._reduce_replicated()
 
     @override
     def sit_out(self, blocks: Sequence[nn.Module]) -> bool:
@@ -230,28 +211,25 @@ class FullySharded(Zero):
     @override
     def set_accumulating(self, accumulating: bool) -> None:
         self._fsdp.set_is_last_backward(not accumulating)
-        if self._reducer is not None:
-            self._reducer.begin()
-            self._reducer.is_on = not accumulating
-
-    @override
-    def before_backward(self, loss: Tensor) -> None:
-        if self._reducer is not None and loss.requires_grad:
-            loss.register_hook(self._begin_backward)
-
-    @override
-    def stop_sync(self) -> None:
-        if self._reducer is not None:
-            self._reducer.is_on = False
+        self._is_due = True
 
     @override
     def sync_stray_grads(self) -> None:
-        if self._reducer is not None:
-            self._reducer.flush_late()
+        self._reduce_replicated()
 
-    def _begin_backward(self, _: Tensor) -> None:
-        if self._reducer is not None:
-            self._reducer.begin_backward()
+    @torch.no_grad()
+    def _reduce_replicated(self) -> None:
+        """Reduce gradients of parameters that can't be sharded; the mean of those that are reduced is what they are."""
+        self._is_due = False
+        shards = [self.shards[p] for p in self.shards if p in self._replicated and p.numel() and p.requires_grad]
+        for bucket in make_buckets(shards, self._replicas, dtype=self._dtype):
+            for index, parameter in enumerate(bucket.parameters):
+                if (gradient := parameter.grad) is not None:
+                    bucket.fill(index, plain(gradient))
+                    parameter.grad = None
+            bucket.launch()
+            for shard, gradient in bucket.collect():
+                shard.parameter.grad = gradient.to(shard.parameter.dtype)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP2's own hooks in what a user compiled
     def _watch_backward(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -276,22 +254,10 @@ class FullySharded(Zero):
             self._set(keeps=False)
             finish_backward(self._fsdp)
 
-    @override
-    def gather_grads(self) -> None:
-        """Nothing: ``grad`` is the shard of the gradient, a DTensor like the parameter."""
-
-    @override
-    def all_gather_params(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing: units gather their parameters when they run."""
-
     @property
     @override
     def gathers(self) -> tuple[str, ...]:
         return () if self._half is None else self._half.texts
-
-    @override
-    def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing: they are where ``zero_grad`` looks for them."""
 
     @override
     def begin_forward(self) -> None:
@@ -301,13 +267,9 @@ class FullySharded(Zero):
     @override
     def wait_params(self) -> None:
         self._reads.reduce()
+        if self._is_due:
+            self._reduce_replicated()
         reset(self._fsdp, self.shards)
-
-
-def _receive(shard: RankShard, gradient: Tensor) -> None:
-    """Take the reduced gradient of a parameter that is not sharded."""
-    parameter, gradient = shard.parameter, gradient.to(shard.parameter.dtype)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _slots(module: nn.Module, parameters: Set[nn.Parameter]) -> list[Slot]:

@@ -36,24 +36,33 @@ from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.shard import plain
 
 
-class GatheredHalf:
-    """A weight that its unit gathers in 16 bits.
+class HalfWeight(Tensor):
+    """A gathered fp32 weight, as modules have it, or a view of it, of which the unit gathered 16-bit values.
 
     Args:
-        gather: Gathers the weight in fp32; every replica calls it.
+        half: That view of these.
+        gather: Gives that view of the weight in fp32; of the weight itself every replica calls it.
+        weight: What this is a view of; None for the weight itself.
     """
 
-    def __init__(self, gather: Callable[[], Tensor]) -> None:
-        self._gather = gather
+    @staticmethod
+    def __new__(cls, half: Tensor, gather: Callable[[], Tensor], weight: HalfWeight | None = None) -> HalfWeight:
+        made: HalfWeight = make_wrapper_like(cls, half, dtype=torch.float32)
+        return made
+
+    def __init__(self, half: Tensor, gather: Callable[[], Tensor], weight: HalfWeight | None = None) -> None:
+        self._half, self._gather, self._weight = half, gather, weight
         self._full: Tensor | None = None
 
     @property
     def is_read_in_full(self) -> bool:
         """Whether the weight is there in fp32, where code may have changed it."""
-        return self._full is not None
+        return (self if self._weight is None else self._weight)._full is not None
 
     def full(self) -> Tensor:
-        """The weight in fp32, the same tensor until the unit is gathered anew."""
+        """The values in fp32, of the weight the same tensor until the unit is gathered anew."""
+        if self._weight is not None:
+            return self._gather()
         if self._full is None:
             self._full = self._gather()
         return self._full
@@ -61,27 +70,6 @@ class GatheredHalf:
     def renew(self) -> None:
         """After the unit was gathered."""
         self._full = None
-
-
-class HalfWeight(Tensor):
-    """A gathered fp32 weight, as modules have it, or a view of it, of which the unit gathered 16-bit values.
-
-    Args:
-        half: That view of these.
-        full: Gives that view of the weight in fp32.
-    """
-
-    _gathered: GatheredHalf
-    _half: Tensor
-    _full: Callable[[], Tensor]
-
-    @staticmethod
-    def __new__(cls, gathered: GatheredHalf, half: Tensor, full: Callable[[], Tensor]) -> HalfWeight:
-        weight: HalfWeight = make_wrapper_like(cls, half, dtype=torch.float32)
-        return weight
-
-    def __init__(self, gathered: GatheredHalf, half: Tensor, full: Callable[[], Tensor]) -> None:
-        self._gathered, self._half, self._full = gathered, half, full
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
@@ -91,12 +79,13 @@ class HalfWeight(Tensor):
     ) -> Any:
         kwargs, first = kwargs or {}, args[0] if args else None
         if isinstance(first, HalfWeight):
-            if _is_cast(func, kwargs, first._half.dtype) and not first._gathered.is_read_in_full:
+            if _is_cast(func, kwargs, first._half.dtype) and not first.is_read_in_full:
                 return func(first._half, **kwargs)  # a copy, laid out as one of the weight in fp32
             if makes_a_view(func):
                 half = func(first._half, *args[1:], **kwargs)
-                return HalfWeight(first._gathered, half, lambda: func(first._full(), *args[1:], **kwargs))
-        args, kwargs = tree_map_only(HalfWeight, lambda weight: weight._full(), (args, kwargs))
+                weight = first if first._weight is None else first._weight
+                return HalfWeight(half, lambda: func(first.full(), *args[1:], **kwargs), weight)
+        args, kwargs = tree_map_only(HalfWeight, lambda weight: weight.full(), (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has a private argument
@@ -129,7 +118,7 @@ class HalfWeights:
         self._units = units
         self._parameters = [parameter for unit in units for parameter in parameters_of_unit(unit)]
         self._readers: _Readers | None = _Readers(dtype)
-        self._gathered: dict[UnitParameter, GatheredHalf] = {}
+        self._gathered: dict[UnitParameter, HalfWeight] = {}
         self.texts: tuple[str, ...] = ()
         """Lines for the plan."""
         for unit in units:
@@ -174,8 +163,8 @@ class HalfWeights:
         before = parameter.gathered
 
         def stand_in(half: Tensor) -> Tensor:
-            gathered = self._gathered[parameter] = GatheredHalf(lambda: plain(self._value(parameter.sharded)))
-            return HalfWeight(gathered, half, gathered.full)
+            weight = self._gathered[parameter] = HalfWeight(half, lambda: plain(self._value(parameter.sharded)))
+            return weight
 
         now = parameter.gather_in(self._dtype, stand_in)
         if before.requires_grad:  # a backward through the graph of an earlier step

@@ -1,22 +1,20 @@
 """Loading states into an optimizer as they lie between steps, where that is not as torch's ``load_state_dict`` has it.
 
 torch gives them the device and dtype of the parameter; offloaded states are to stay in host memory, and those of 16-bit
-parameters that are stepped in fp32 are to stay in fp32.
+parameters that are stepped in fp32 are to stay in fp32. So it loads them for empty tensors that lie there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.torch_internals.pytree import tree_map_only
+from lightning_3d.zero.swapped import Swapped
 
 Placement = Callable[[nn.Parameter], tuple[torch.device, torch.dtype]]
 """A parameter -> where its states lie, and their dtype."""
@@ -31,20 +29,19 @@ def loading_states(
     Args:
         loaded: Called with the optimizer after it has loaded.
     """
-    waiting: dict[str, Any] = {}
+    swapped: list[Swapped] = []
 
-    def before(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        waiting.update(saved)
-        return {**saved, "state": {}}
+    def stand_in(parameter: nn.Parameter) -> nn.Parameter:
+        device, dtype = placement(parameter)
+        return nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad=False)
 
-    def after(_: Optimizer) -> None:
-        groups = waiting["param_groups"]
-        indices = chain.from_iterable(group["params"] for group in groups)
-        parameters = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-        for index, (group, parameter) in zip(indices, parameters, strict=True):
-            if index in waiting["state"]:
-                optimizer.state[parameter] = _placed(waiting["state"][index], parameter, group, placement)
-        waiting.clear()
+    def before(_: Optimizer, saved: dict[str, Any]) -> None:
+        if _sizes(saved["param_groups"]) == _sizes(optimizer.param_groups):  # else torch refuses it
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            swapped.append(Swapped(optimizer, {parameter: stand_in(parameter) for parameter in parameters}))
+
+    def after(*_: Any) -> None:
+        swapped.pop().back()
         loaded(optimizer)
 
     hooks = (
@@ -54,26 +51,11 @@ def loading_states(
     try:
         yield
     finally:
+        for last in swapped:  # it could not be loaded
+            last.back()
         for hook in hooks:
             hook.remove()
 
 
-def _placed(
-    state: Mapping[str, Any], parameter: nn.Parameter, group: Mapping[str, Any], placement: Placement
-) -> dict[str, Any]:
-    """On the device and of the dtype that they are to have, but for the dtype of step counts."""
-    device, wanted = placement(parameter)
-    dtype = wanted if parameter.is_floating_point() else None
-    on_device = group.get("fused") or group.get("capturable")
-    placed: dict[str, Any] = {}
-    for name, value in state.items():
-        if name == "step":  # as torch has it
-            to = partial(_to, device=device if on_device else None, dtype=torch.float32 if on_device else None)
-        else:
-            to = partial(_to, device=device, dtype=dtype)
-        placed[name] = tree_map_only(Tensor, to, value)
-    return placed
-
-
-def _to(tensor: Tensor, device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(device=device or tensor.device, dtype=dtype or tensor.dtype)
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]

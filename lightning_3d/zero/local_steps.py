@@ -9,7 +9,7 @@ every layout, and no step pays for the dispatch of DTensors. 16-bit parameters m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,9 +25,10 @@ from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
 from lightning_3d.zero.master_weights import MasterWeights, is_half, without_masters
-from lightning_3d.zero.offload.steps import OffloadedSteps, Window
+from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.windows import Part
 from lightning_3d.zero.shard import plain
+from lightning_3d.zero.swapped import StandIns, Swapped
 
 
 class LocalSteps:
@@ -51,8 +52,8 @@ class LocalSteps:
     ) -> None:
         self._check, self._alike = check, alike
         self._zero, self._offload, self._masters = zero, offload, masters
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
-        self._swapped: dict[Optimizer, _Swapped | Window] = {}
+        self._parts = StandIns()
+        self._swapped: dict[Optimizer, Swapped] = {}
         self._lent: dict[Optimizer, list[nn.Parameter]] = {}  # parameters that are stepped in fp32 now
         self._unfinished: set[Optimizer] = set()  # whose step has begun
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
@@ -187,11 +188,11 @@ class LocalSteps:
                     swapped[parameter] = part
         if self._alike is not None:
             self._alike.before_step(optimizer, whole)
-        self._swapped[optimizer] = _Swapped(optimizer, swapped)
+        self._swapped[optimizer] = Swapped(optimizer, swapped)
 
     def _offloaded(self, optimizer: Optimizer, offload: OffloadedSteps) -> list[Part]:
         parts: list[Part] = []
-        for index, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 rounded: Tensor | None = None
                 if parameter not in self._zero.shards:
@@ -204,8 +205,7 @@ class LocalSteps:
                     if self._masters is not None and self._is_widened(parameter):
                         rounded = self._zero.shards[parameter].own(parameter)
                 if gradient is not None:
-                    made = Part(parameter=parameter, values=part, gradient=gradient, group=index, rounded=rounded)
-                    parts.append(made)
+                    parts.append(Part(parameter=parameter, values=part, gradient=gradient, rounded=rounded))
         return parts
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -218,16 +218,12 @@ class LocalSteps:
         Args:
             widens: Whether in fp32, if that is wanted: not where it steps nothing, as of frozen parameters.
         """
-        shard, before = self._zero.shards[parameter], self._parts.get(parameter)
+        shard = self._zero.shards[parameter]
         own = shard.own(parameter)
         if widens and self._masters is not None and self._is_widened(parameter):
             self._lent.setdefault(optimizer, []).append(parameter)
             return self._masters.checkout(optimizer, parameter, own, follows=self._offload is None)
-        if before is None or before.shape != own.shape or before.dtype != own.dtype or before.device != own.device:
-            before = self._parts[parameter] = shard.to_step()
-        elif before.data_ptr() != own.data_ptr():
-            before.data = own  # the same object: an optimizer may keep what it knows of a parameter by the parameter
-        return before
+        return parameter if shard.is_all else self._parts.of(parameter, own)
 
     def refuse_unfinished(self) -> None:
         """Where the user's code goes on after a step that an exception has left.
@@ -261,30 +257,3 @@ class LocalSteps:
 def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     with DisableTorchFunctionSubclass():
         return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-class _Swapped:
-    """An optimizer whose parameters were replaced, or left out (None)."""
-
-    def __init__(self, optimizer: Optimizer, parts: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
-        self._optimizer = optimizer
-        self._parts = {parameter: part for parameter, part in parts.items() if part is not None}
-        self._originals = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            swapped = [parts.get(parameter, parameter) for parameter in group["params"]]
-            group["params"] = [parameter for parameter in swapped if parameter is not None]
-        _rekey(optimizer, self._parts)
-
-    def back(self) -> None:
-        """The other way."""
-        for group, parameters in zip(self._optimizer.param_groups, self._originals, strict=True):
-            group["params"] = parameters
-        _rekey(self._optimizer, {part: parameter for parameter, part in self._parts.items()})
-        for part in self._parts.values():
-            part.grad = None
-
-
-def _rekey(optimizer: Optimizer, names: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    for old, new in names.items():
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.torch_internals.tensors import HALVES
+from lightning_3d.zero.swapped import StandIns
 
 MASTER = "master_weight"
 """The name of master weights in an optimizer's state."""
@@ -36,7 +37,7 @@ class MasterWeights:
     """Lends fp32 values to steps."""
 
     def __init__(self) -> None:
-        self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
+        self._stepped = StandIns()
 
     @torch.no_grad()
     def make(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> bool:
@@ -61,12 +62,7 @@ class MasterWeights:
             values = own.float()
         elif follows:
             refresh_master(values, own)
-        stepped = self._stepped.setdefault(parameter, nn.Parameter(values))
-        stepped.requires_grad_(parameter.requires_grad)
-        stepped.grad = None
-        stepped.data = values
-        vars(stepped).update(vars(parameter))
-        return stepped
+        return self._stepped.of(parameter, values)
 
     def _taken(self, optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | None:
         state = optimizer.state.get(parameter)
@@ -84,9 +80,7 @@ class MasterWeights:
         Args:
             rounds: Whether master weights are rounded; else the caller has done it.
         """
-        stepped = self._stepped[parameter]
-        values, stepped.grad = stepped.data, None
-        stepped.data = values.new_empty(0)
+        values = self._stepped.let_go(parameter)
         if rounds:
             own.copy_(values)
         optimizer.state[parameter][MASTER] = values

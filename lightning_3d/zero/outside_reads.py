@@ -27,7 +27,7 @@ from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 from lightning_3d.zero.attributes import OWN_PREFIX
-from lightning_3d.zero.buckets import bucket_bytes, make_buckets
+from lightning_3d.zero.buckets import make_buckets
 from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.shard import RankShard, plain
 
@@ -185,8 +185,7 @@ class OutsideReads:
         self.forget()
         parameters = {_whole_of(p).shard.parameter: p for p in (*self._read, *self._gradients)}
         shards = [_whole_of(parameter).shard for parameter in parameters.values()]
-        size = bucket_bytes(shards)
-        buckets = make_buckets(shards, self._replicas, num_bytes=size, dtype=self._dtype, compression=lambda _: None)
+        buckets = make_buckets(shards, self._replicas, dtype=self._dtype)
         for bucket in buckets:
             for index, stand_in in enumerate(bucket.parameters):
                 gradient = self._gradients.pop(parameters[stand_in], None)

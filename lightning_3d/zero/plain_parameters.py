@@ -22,11 +22,10 @@ from typing_extensions import override
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.axes import ROLES
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.zero.buckets import bucket_bytes, make_buckets
+from lightning_3d.zero.buckets import make_buckets
 from lightning_3d.zero.dp_comm import DPComm
-from lightning_3d.zero.engine import HeldGradients, Zero
+from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.gathering import Gathering
-from lightning_3d.zero.master_weights import is_half
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.owners import choose_owners, kinds_of
 from lightning_3d.zero.power_sgd import PowerSGD
@@ -60,7 +59,6 @@ class PlainParameters(Zero):
         self._power_sgd_start = _POWER_SGD_START if config.power_sgd_start == "auto" else config.power_sgd_start
         self._bucket_bytes = None if config.bucket_size == "auto" else 2**20 * config.bucket_size
         self._splits_backward = False
-        self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
         self._replicas = DPComm(mesh) if mesh.shape.dp > 1 else None
         self._compressing: dist.ProcessGroup | None = None
@@ -94,9 +92,12 @@ class PlainParameters(Zero):
             if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
                 groups.setdefault(self._pipeline_stages.get(parameter), []).append(self.shards[parameter])
         for stage, group in groups.items():
-            num_bytes = bucket_bytes(group) if self._bucket_bytes is None else self._bucket_bytes
             buckets = make_buckets(
-                group, self._replicas, num_bytes=num_bytes, dtype=self._dtype, compression=self._compression
+                group,
+                self._replicas,
+                num_bytes=self._bucket_bytes,
+                dtype=self._dtype,
+                compression=self._compression,
             )
             self._reducers[stage] = GradientReducer(buckets, self._receive, self.gather_grads)
 
@@ -222,51 +223,3 @@ class PlainParameters(Zero):
         if shards:
             self._gathering.begin(shards, [shard.parameter for shard in shards])
             self._gathering.defer_wait()
-
-    # ---- gradients
-
-    @override
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        whole = super().gradient(parameter)
-        return self._held.get(parameter) if whole is None else whole
-
-    @override
-    def set_gradient(self, parameter: nn.Parameter, own: Tensor) -> None:
-        if self.shards[parameter].size > 1:
-            self._held[parameter] = own
-        else:
-            super().set_gradient(parameter, own)
-
-    @override
-    def held_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        chosen = list(parameters)
-        return [*super().held_gradients(chosen), *(self._held[p] for p in chosen if p in self._held)]
-
-    @override
-    def widen_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        chosen = list(parameters)
-        super().widen_gradients(chosen)
-        self._held.update((p, self._held[p].float()) for p in chosen if p in self._held and is_half(self._held[p]))
-
-    @override
-    def take_gradients(self) -> HeldGradients:
-        taken = HeldGradients(super().take_gradients().grads, self._held)
-        self._held = {}
-        return taken
-
-    @override
-    def put_gradients(self, held: HeldGradients) -> None:
-        super().put_gradients(held)
-        self._held = dict(held.shards)
-
-    @override
-    def add_gradients(self, held: HeldGradients, scale: Tensor) -> None:
-        super().add_gradients(held, scale)
-        for parameter, own in held.shards.items():
-            before = self._held.get(parameter)
-            self._held[parameter] = own if before is None else before.add_(own)
-
-    @override
-    def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            self._held.pop(parameter, None)

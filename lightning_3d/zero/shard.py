@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard as DTensorShard
 
 from lightning_3d.torch_internals.dtensor import StridedShard, part_of, placed
 from lightning_3d.torch_internals.tensors import contiguous_stride
-from lightning_3d.zero.attributes import successor
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -81,24 +80,18 @@ class RankShard:
         start = min(self.rank * self.rows_per_rank, self.num_rows)
         return slice(start, min(start + self.rows_per_rank, self.num_rows))
 
-    def to_step(self) -> nn.Parameter:
-        """The plain parameter that an optimizer steps; the parameter itself if all of it is plain and this rank's.
-
-        It has the attributes that users set on the parameter.
-        """
-        if self.size == 1 and not isinstance(self.parameter, DTensor):
-            return self.parameter
-        part = successor(self.parameter, self.own(self.parameter))
-        assert isinstance(part, nn.Parameter)
-        return part
+    @property
+    def is_all(self) -> bool:
+        """Whether optimizers step the parameter itself: all of it is plain and this rank's."""
+        return self.size == 1 and not isinstance(self.parameter, DTensor)
 
     def empty_state(self, dtype: torch.dtype) -> Tensor:
-        """Memory for an optimizer state of `to_step()`'s shape, where its states lie."""
+        """Memory for an optimizer state of the shape of what is stepped, where its states lie."""
         own = self.own(self.parameter)
         return torch.empty_like(own, dtype=dtype) if self.new_state is None else self.new_state(own.shape, dtype)
 
     def like_parameter(self, own: Tensor) -> Tensor:
-        """A gradient or a state of `to_step()`'s shape, placed as a part of the full parameter; others as they are."""
+        """A gradient or a state of what is stepped, placed as a part of the full parameter; others as they are."""
         if not isinstance(self.parameter, DTensor) and not self.is_sharded:
             return own
         if own.shape != self.own(self.parameter).shape or isinstance(own, DTensor):

@@ -1,4 +1,4 @@
-"""Optimizer states at home in a store: lent to what is stepped in place of parameters, and taken back."""
+"""Optimizer states at home in a store."""
 
 from __future__ import annotations
 
@@ -23,21 +23,9 @@ class OffloadedStates:
         self._store = store
         self._homes: dict[nn.Parameter, dict[_Key, Tensor]] = {}
 
-    def checkout(self, optimizer: Optimizer, parameter: nn.Parameter, stepped: nn.Parameter) -> None:
-        """Give what is stepped in place of a parameter the parameter's state, if there is one."""
-        if parameter in optimizer.state:
-            self.to_host(optimizer, parameter)
-            optimizer.state[stepped] = optimizer.state.pop(parameter)
-
-    def commit(self, optimizer: Optimizer, parameter: nn.Parameter, stepped: nn.Parameter) -> None:
-        """Take the state after the step, or what a failed step has left of it."""
-        if stepped in optimizer.state:
-            optimizer.state[parameter] = optimizer.state.pop(stepped)
-            self.to_host(optimizer, parameter)
-
     def to_host(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
-        """Move what was made or set elsewhere into the store."""
-        state = optimizer.state[parameter]
+        """Move what was made or set elsewhere into the store, if the parameter has a state."""
+        state = optimizer.state.get(parameter, {})
         for name, value in state.items():
             leaves, spec = tree_flatten(value)
             moved = [self._moved(optimizer, parameter, (name, index), leaf) for index, leaf in enumerate(leaves)]

@@ -6,14 +6,13 @@ is under way, whose hooks, profiler and result belong to the step as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import OffloadError
 from lightning_3d.torch_internals.optimizers import step_without_hooks
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.master_weights import refresh_master
@@ -22,6 +21,7 @@ from lightning_3d.zero.offload.states import OffloadedStates
 from lightning_3d.zero.offload.store import Advice, Store
 from lightning_3d.zero.offload.windows import Part, deal
 from lightning_3d.zero.optimizer_kind import is_known
+from lightning_3d.zero.swapped import StandIns, Swapped
 
 
 class OffloadedSteps:
@@ -37,7 +37,7 @@ class OffloadedSteps:
     def __init__(self, store: Store, parameters: Store, *, window_bytes: float, device: torch.device) -> None:
         self._stores, self._window_bytes = (store, parameters), window_bytes
         self._states, self._copies = OffloadedStates(store), HostCopies(device)
-        self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step
+        self._stepped = StandIns()
 
     @torch.no_grad()
     def to_host(self, optimizer: Optimizer, *only: nn.Parameter) -> None:
@@ -49,8 +49,8 @@ class OffloadedSteps:
             self._advise(held, Advice.NOT_FOR_A_WHILE)
 
     @torch.no_grad()
-    def enter(self, optimizer: Optimizer, parts: Sequence[Part]) -> Window:
-        """Step all windows but the last, which is in the optimizer's groups afterwards, until its ``back``.
+    def enter(self, optimizer: Optimizer, parts: Sequence[Part]) -> Swapped:
+        """Step all windows but the last, which is in the optimizer's groups afterwards, until `Swapped.back`.
 
         Optimizers that may count their calls or look at several parameters, as others than torch's, have one window.
 
@@ -72,37 +72,27 @@ class OffloadedSteps:
         self._advise(self._held(parts), Advice.SOON)
         return self._copies.fetch(parts)
 
-    def _open(self, optimizer: Optimizer, lent: Lent) -> Window:
+    def _open(self, optimizer: Optimizer, lent: Lent) -> Swapped:
         lent.wait()
         self._advise(self._held(lent.parts), Advice.WRITTEN_NOW)
-        for part, values in zip(lent.parts, lent.values, strict=True):
+        for part in lent.on_host:
             if part.rounded is not None:
-                refresh_master(values, lent.rounded[part])
-        stepped = [self._parameter(*values) for values in zip(lent.parts, lent.values, lent.gradients, strict=True)]
-        window = Window(optimizer, lent.parts, stepped, partial(self._close, optimizer, lent, stepped))
-        try:
-            for part, parameter in zip(lent.parts, stepped, strict=True):
-                self._states.checkout(optimizer, part.parameter, parameter)
-        except OffloadError:
-            window.back()
-            raise
-        return window
-
-    def _parameter(self, part: Part, values: Tensor, gradient: Tensor) -> nn.Parameter:
-        new = nn.Parameter(values, requires_grad=part.values.requires_grad)
-        stepped = self._stepped.setdefault(part.parameter, new)
-        stepped.grad = None
-        stepped.data = values
-        stepped.grad = gradient.to(values.dtype)
-        vars(stepped).update(vars(part.values))
-        return stepped
+                refresh_master(part.values, part.rounded)
+        stepped: dict[nn.Parameter, nn.Parameter | None] = {
+            parameter: None for group in optimizer.param_groups for parameter in group["params"]
+        }
+        for part in lent.on_host:
+            self._states.to_host(optimizer, part.parameter)
+            stepped[part.parameter] = stand_in = self._stepped.of(part.parameter, part.values)
+            stand_in.grad = part.gradient.to(part.values.dtype)
+        return Swapped(optimizer, stepped, partial(self._close, optimizer, lent))
 
     @torch.no_grad()
-    def _close(self, optimizer: Optimizer, lent: Lent, stepped: Sequence[nn.Parameter]) -> None:
+    def _close(self, optimizer: Optimizer, lent: Lent) -> None:
         self._copies.give_back(lent)
-        for part, parameter in zip(lent.parts, stepped, strict=True):
-            parameter.grad = None
-            self._states.commit(optimizer, part.parameter, parameter)
+        for part in lent.parts:
+            self._stepped.let_go(part.parameter)
+            self._states.to_host(optimizer, part.parameter)
         self._advise(self._held(lent.parts), Advice.NOT_FOR_A_WHILE)
 
     def _held(self, parts: Sequence[Part]) -> list[Tensor]:
@@ -115,22 +105,3 @@ class OffloadedSteps:
     def finish(self) -> None:
         """After a step."""
         self._copies.finish()
-
-
-class Window:
-    """Stand-ins in an optimizer's groups, in place of the module's parameters."""
-
-    def __init__(
-        self, optimizer: Optimizer, parts: Sequence[Part], stepped: Sequence[nn.Parameter], close: Callable[[], None]
-    ) -> None:
-        self._optimizer, self._close = optimizer, close
-        self._originals = [group["params"] for group in optimizer.param_groups]
-        pairs = list(zip(parts, stepped, strict=True))
-        for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [parameter for part, parameter in pairs if part.group == index]
-
-    def back(self) -> None:
-        """Put the module's parameters back."""
-        for group, parameters in zip(self._optimizer.param_groups, self._originals, strict=True):
-            group["params"] = parameters
-        self._close()

@@ -14,12 +14,10 @@ class Part:
 
     parameter: nn.Parameter
     """The module's."""
-    values: nn.Parameter
+    values: Tensor
     """The plain part of it that this rank steps."""
     gradient: Tensor
     """Like `values`, in 16 bits or in theirs."""
-    group: int
-    """Index of its group in the optimizer."""
     rounded: Tensor | None = None
     """The 16-bit part of the parameter, where `values` are its master weights."""
 
