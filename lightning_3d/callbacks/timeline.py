@@ -61,7 +61,7 @@ class ScheduleTimeline(L.Callback):
 
     @staticmethod
     def _gathered(strategy: ThreeDStrategy, recorder: SpanRecorder) -> Timeline:
-        """What all ranks of this pipeline have measured."""
+        """The spans that the ranks of this pipeline measured."""
         strategy.measure_steps(None)
         if not (runs := recorder.runs()):
             raise StepError("A timeline shows the schedule of a pipeline in microbatches, which this step has not run.")

@@ -162,7 +162,7 @@ def _problem(path: Path, listed: Checksum) -> str | None:
 
 
 def _damaged_records(path: Path, rank: int, num_ranks: int) -> list[str]:
-    """Those of a zip archive of torch.save, which has the CRC-32 of each record, which torch.load does not compare."""
+    """The records of a zip archive of torch.save that lack the CRC-32 it has of them; torch.load does not compare it."""
     if not is_zipfile(path):  # of an old torch.save; or cut off, which torch.load tells
         return []
     try:

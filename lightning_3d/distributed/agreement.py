@@ -83,7 +83,7 @@ def gather_rows(numbers: Sequence[int], group: dist.ProcessGroup | None = None) 
 
 
 def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank of a group gives, by rank; every rank of it calls this."""
+    """The object that each rank of a group gives, by rank; every rank of it calls this."""
     everyone = [own] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group)
     return everyone
