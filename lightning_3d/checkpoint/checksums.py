@@ -162,7 +162,7 @@ def _problem(path: Path, listed: Checksum) -> str | None:
 
 
 def _damaged_records(path: Path, rank: int, num_ranks: int) -> list[str]:
-    """The records of a zip archive of torch.save that lack the CRC-32 it has of them; torch.load does not compare it."""
+    """The records of an archive of torch.save that have lost their CRC-32, which torch.load does not compare."""
     if not is_zipfile(path):  # of an old torch.save; or cut off, which torch.load tells
         return []
     try:
