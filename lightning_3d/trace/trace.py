@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from lightning_3d.errors import TraceError
@@ -120,11 +119,6 @@ class Trace:
         """The calls that the step makes, whatever the sizes of its tensors and the numbers that it computes with."""
         calls = tuple((call.name, call.where, call.inputs, call.parameters, call.outputs) for call in self.calls)
         return calls, self.of_batch, self.returned, self.stopped_by
-
-    @cached_property
-    def functions(self) -> frozenset[str]:
-        """Names of all functions that glue calls."""
-        return frozenset(self.of_batch).union(call.name for call in self.calls)
 
     @property
     def block_calls(self) -> tuple[TracedCall, ...]:
