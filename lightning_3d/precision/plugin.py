@@ -66,6 +66,7 @@ class ThreeDPrecision(Precision):
         self._device = torch.device("cpu")
         self._norm: Callable[[Iterable[nn.Parameter]], Tensor] | None = None
         self._zero: Zero | None = None
+        self._end_backward: Callable[[], None] | None = None
         self.scales_itself = True
         """Whether the present loss is scaled before Lightning runs its backward, as no pipeline has done that."""
         self._scaling: LossScaling | None = None
@@ -117,6 +118,15 @@ class ThreeDPrecision(Precision):
     ) -> None:
         """Tell how to take the norm of gradients over all ranks, and who holds them."""
         self._norm, self._zero, self.scales_itself = norm, zero, True
+
+    @contextmanager
+    def before_hooks(self, end: Callable[[], None]) -> Iterator[None]:
+        """Let ``end`` run after a backward inside, before ``on_after_backward`` shows its gradients."""
+        self._end_backward = end
+        try:
+            yield
+        finally:
+            self._end_backward = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy takes part in no run."""
@@ -234,6 +244,12 @@ class ThreeDPrecision(Precision):
             return tensor
         self._scaling.before_backward()
         return tensor.float() * self.loss_scale if self.scales_itself else tensor
+
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        if self._end_backward is not None:
+            self._end_backward()
+        return super().post_backward(tensor, module)
 
     @override
     def optimizer_step(  # type: ignore[override]

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss
+from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.trainer.step_runner import TRAINING, WholeModelRunner
 from lightning_3d.zero.engine import HeldGradients, Zero
@@ -42,9 +43,10 @@ class InlineFallback(WholeModelRunner):
         randomness: StepRandomness,
         inline: InlineStep,
         of_blocks: Collection[nn.Parameter],
+        precision: ThreeDPrecision,
     ) -> None:
         super().__init__(module, zero, randomness, FusedHeads({}, None), inline)
-        self._gradients, self._of_blocks = gradients, of_blocks
+        self._gradients, self._of_blocks, self._precision = gradients, of_blocks, precision
 
     @override
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
@@ -58,10 +60,14 @@ class InlineFallback(WholeModelRunner):
     def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
         older: list[HeldGradients] = []  # reduced, and carrying the loss scale of this step by now
         hook = loss.register_hook(lambda _: older.append(self._zero.take_gradients()))
-        yield
+
+        def end() -> None:
+            self._zero.end_step()
+            self._gradients.sum_shared(among=self._of_blocks)
+            for held in older:
+                self._zero.add_gradients(held, scale=torch.ones((), device=loss.device))
+            self._zero.gather_grads()
+
+        with self._precision.before_hooks(end):
+            yield
         hook.remove()
-        self._zero.end_step()
-        self._gradients.sum_shared(among=self._of_blocks)
-        for held in older:
-            self._zero.add_gradients(held, scale=torch.ones((), device=loss.device))
-        self._zero.gather_grads()

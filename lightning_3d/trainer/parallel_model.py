@@ -308,7 +308,7 @@ class _Making:
             engine,
             gradients,
             mode=self._config.pipeline.mode,
-            fallback=InlineFallback(module, zero, gradients, randomness, inline, of_blocks),
+            fallback=InlineFallback(module, zero, gradients, randomness, inline, of_blocks, precision),
             splits_backward=self._config.pipeline.splits_backward,
             precision=precision,
             heads=heads,
