@@ -23,6 +23,9 @@ torch.set_num_threads(1)  # as on the ranks; small tensors gain nothing from mor
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
+PLANS = "LIGHTNING_3D_CACHE"
+"""Environment variable with the folder of what was chosen for tensor parallel: the tests search for each plan."""
+
 REFERENCES = "LAW_REFERENCES"
 """Environment variable with the folder of runs of one process that cases of the law are compared with."""
 
@@ -46,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ[PLANS] = ""
     if not hasattr(config, "workerinput"):  # processes that share out the files have it from the one that starts them
         for name, prefix in ((COMPILED, "compiled-"), (REFERENCES, "references-")):
             os.environ[name] = tempfile.mkdtemp(prefix=prefix)

@@ -28,6 +28,7 @@ from torch import nn
 
 from lightning_3d.tensor.axis import sent_bytes
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
+from lightning_3d.tensor.plan.known_choices import KnownChoice
 from lightning_3d.tensor.plan.planned_axis import PlannedCollective
 from lightning_3d.tensor.plan.record import record_block
 from lightning_3d.tensor.plan.replay import replay
@@ -54,7 +55,8 @@ def plan_block(
 ) -> BlockTensorPlan:
     """Decide for every parameter of a block whether and how it is sharded over `size` tensor-parallel ranks.
 
-    Pure: no process group, no collective, no memory for tensors; the block is left as it was.
+    No process group, no collective, no memory for tensors; the block is left as it was. What was found for such a block
+    before is taken from the user's cache folder (`known_choices`).
 
     Args:
         block: On any device, meta included. Its ``forward`` runs, its hooks do not.
@@ -79,14 +81,22 @@ def plan_block(
     replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
     search = _Search(size=size, parameters=named_parameters(block), replicated=replicated, by_hand=by_hand)
     terms = Terms(size=size, by_hand=by_hand, sequence_parallel=sequence_parallel, unused_outputs=unused_outputs)
+    known = KnownChoice(block, (tuple(args), dict(kwargs)), terms, replicated)
+
+    def planned(choice: Choice) -> BlockTensorPlan:
+        return _plan(simulate_block(block, args, kwargs, choice=choice, terms=terms), size)
+
+    if (plan := known.plan(planned)) is not None:
+        return plan
     try:
         found = search.run(partial(replay, record_block(block, args, kwargs), terms=terms))
-        best = simulate_block(block, args, kwargs, choice=found.choice, terms=terms)
+        plan = planned(found.choice)
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
         return replicated_plan(block, size=size, reason=reason)
-    return _plan(best, size)
+    known.keep(found.choice, plan)
+    return plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ Such an alias is the weight: every rank makes it of its own part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,19 @@ from torch import Tensor
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.rules.call import LocalCall, TorchCall
 from lightning_3d.tensor.rules.contraction import is_weight
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.rules.function import tensors_in
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 AliasDims = tuple[int | None, ...]
 """By dim of an alias: the dim of the weight behind it; None where it was indexed away."""
 
-_PRIMES = (2, 3, 5, 7, 11, 13, 17)
+_CASTS = frozenset({"to", "contiguous", "float", "half", "bfloat16", "type_as"})
+
+_VIEWS = frozenset({"t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim"}) | {
+    *("split", "chunk", "select", "unbind", "narrow", "__getitem__")
+}
+
+NAMES = (*_CASTS, *_VIEWS, "index_select")
 
 _SLICED_FROM_DIM = 3
 """Weights of fewer dims have their features along dim 0: a slice of it cuts features, and picks nothing."""
@@ -31,10 +37,15 @@ _SLICED_FROM_DIM = 3
 
 def alias_dims(call: TorchCall) -> AliasDims | None:
     """For a call that makes aliases of its first argument the dims of each of them; None for any other call."""
-    read = _READERS.get(call.name)
-    if read is None or not isinstance(call.first, Tensor) or call.first.dim() > len(_PRIMES):
+    weight = call.first
+    if call.name not in NAMES or not isinstance(weight, Tensor):
         return None
-    return read(call.function, *call.args, **call.kwargs)
+    every = range(weight.dim())
+    if call.name in _CASTS:  # the memory format is the only option that changes more than the numbers' type and place
+        return None if "memory_format" in call.kwargs else tuple(every)
+    if (num_dims := _num_dims_of_index(call)) is not None:
+        return (*[None] * num_dims, *every[1:]) if len(every) > 1 else None
+    return _dims_of_view(call, weight) if call.name in _VIEWS and len(call.tensors) == 1 else None
 
 
 def alias(call: TorchCall, axis: Axis) -> LocalCall | None:
@@ -54,63 +65,37 @@ def alias(call: TorchCall, axis: Axis) -> LocalCall | None:
     )
 
 
-def _same(function: Function, tensor: Tensor, *args: object, **kwargs: object) -> AliasDims | None:
-    # The memory format is the only option that changes more than the numbers' type and place.
-    return None if "memory_format" in kwargs else tuple(range(tensor.dim()))
-
-
-def _permuted(function: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> AliasDims | None:
-    whole = torch.empty(_PRIMES[: tensor.dim()], device="meta")  # no two dims are alike
-    return tuple(whole.stride().index(stride) for stride in function(whole, *args, **kwargs).stride())
-
-
-def _item(function: Function, tensor: Tensor, index: Any) -> AliasDims | None:
-    first, *others = index if isinstance(index, tuple) and index else (index,)
+def _num_dims_of_index(call: TorchCall) -> int | None:
+    """The dims of a tensor or list that picks along dim 0; None if none does, or not alone."""
+    if call.name == "index_select":
+        dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+        return 1 if dim in (0, -call.first.dim()) else None
+    first, *others = _items(call)
     if not all(other is Ellipsis or (isinstance(other, slice) and other == slice(None)) for other in others):
         return None
-    if isinstance(first, slice):
-        return _sliced(tensor)
     if isinstance(first, Tensor):
-        return None if first.dtype == torch.bool else _picked(tensor, first.dim())
-    if isinstance(first, list) and all(type(item) is int for item in first):
-        return _picked(tensor, 1)
-    return _picked(tensor, 0) if type(first) is int else None
+        return None if first.dtype == torch.bool else first.dim()
+    return 1 if isinstance(first, list) and all(type(item) is int for item in first) else None
 
 
-def _select(function: Function, tensor: Tensor, dim: int = 0, index: int = 0) -> AliasDims | None:
-    return _picked(tensor, 0) if dim % tensor.dim() == 0 else None
+def _dims_of_view(call: TorchCall, weight: Tensor) -> AliasDims | None:
+    """Told by the strides of the same view of a tensor without memory, whose dims have strides of their own."""
+    if not all(type(item) is int or isinstance(item, slice) or item is Ellipsis for item in _items(call)):
+        return None
+    strides = [2**32 + 2**dim for dim in range(weight.dim())]
+    made = call.function(torch.empty_strided(weight.shape, strides, device="meta"), *call.args[1:], **call.kwargs)
+    view = tensors_in(made)[0]
+    dims = [dim for stride in view.stride() for dim in range(weight.dim()) if stride % strides[dim] == 0]
+    cut = {dim for dim, length in zip(dims, view.shape, strict=True) if length != weight.shape[dim]}
+    is_picked = 0 not in dims and weight.dim() > 1
+    is_sliced = cut == {0} and weight.dim() >= _SLICED_FROM_DIM
+    if sorted(dims) != [*range(is_picked, weight.dim())] or not (is_sliced or not cut):
+        return None
+    return tuple(None if dim in cut else dim for dim in dims)
 
 
-def _index_select(function: Function, tensor: Tensor, dim: int, index: Tensor) -> AliasDims | None:
-    return _picked(tensor, 1) if dim % tensor.dim() == 0 else None
-
-
-def _narrow(function: Function, tensor: Tensor, dim: int, start: int, length: int) -> AliasDims | None:
-    return _sliced(tensor) if dim % tensor.dim() == 0 else None
-
-
-def _split(function: Function, tensor: Tensor, pieces: object, dim: int = 0) -> AliasDims | None:
-    return _sliced(tensor) if dim % tensor.dim() == 0 else None
-
-
-def _picked(tensor: Tensor, num_dims: int) -> AliasDims | None:
-    """Indexing dim 0 by an n-d index: (E, ...) -> (i1, ..., in, ...)."""
-    return (*[None] * num_dims, *range(1, tensor.dim())) if tensor.dim() > 1 else None
-
-
-def _sliced(tensor: Tensor) -> AliasDims | None:
-    return _picked(tensor, 1) if tensor.dim() >= _SLICED_FROM_DIM else None
-
-
-_READERS: Mapping[str, Callable[..., AliasDims | None]] = {
-    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim"), _permuted),
-    **dict.fromkeys(("to", "contiguous", "float", "half", "bfloat16", "type_as"), _same),
-    **dict.fromkeys(("split", "chunk"), _split),
-    **dict.fromkeys(("select", "unbind"), _select),
-    "__getitem__": _item,
-    "index_select": _index_select,
-    "narrow": _narrow,
-}
-"""By the function's name."""
-
-NAMES = tuple(_READERS)
+def _items(call: TorchCall) -> Sequence[Any]:
+    """The items that ``w[index]`` is indexed with; of a call of another function one that takes all."""
+    if call.name != "__getitem__":
+        return (Ellipsis,)
+    return call.args[1] if isinstance(call.args[1], tuple) and call.args[1] else (call.args[1],)

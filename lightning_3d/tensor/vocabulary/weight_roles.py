@@ -14,7 +14,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,16 +25,16 @@ from lightning_3d.tensor.collectives import own_shard
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role
-from lightning_3d.tensor.plan.fakes import on_fakes
+from lightning_3d.tensor.plan.record import RecordedCall, record_block
 from lightning_3d.tensor.plan.weights import named_parameters
-from lightning_3d.tensor.rules.function import Function, tensors_in
+from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.rules.projection import as_projection
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits
 from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.autocast import as_autocast
 from lightning_3d.torch_internals.modules import parameters_of
-from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.output_uses import ShardedLogits
 
 Slot = tuple[nn.Module, str]
@@ -150,14 +149,46 @@ def _roles(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: ShardedLogits | None
 ) -> Mapping[str, WeightRoles]:
     """Run the block; FQN -> roles, tied weights alike."""
-    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
-        seen = _SeeRoles(fakes.parameters, logits)
-        with seen:
-            output = block.forward(*fakes.args, **fakes.kwargs)
-    returned = {id(leaf) for leaf in tree_leaves(output)}
-    for use in seen.uses.values():
+    record = record_block(block, args, kwargs)
+    fqns: dict[int, tuple[str, ...]] = {}
+    for fqn, fake in record.parameters.items():
+        fqns[id(fake)] = (*fqns.get(id(fake), ()), fqn)
+    uses = {i: WeightRoles() for i in fqns}
+    for recorded in record.calls:
+        used = uses.keys() & recorded.operands
+        if used and recorded.results:  # else it asked for a shape or the like
+            _note(recorded, used, uses, fqns, logits)
+    returned = {id(leaf) for leaf in record.outputs}
+    for use in uses.values():
         use.num_others += any(id(made) not in returned for made in use.logits)
-    return {fqn: seen.uses[id(tensor)] for fqn, tensor in fakes.parameters.items()}
+    return {fqn: uses[id(fake)] for fqn, fake in record.parameters.items()}
+
+
+def _note(
+    recorded: RecordedCall,
+    used: set[int],
+    uses: Mapping[int, WeightRoles],
+    fqns: Mapping[int, tuple[str, ...]],
+    logits: ShardedLogits | None,
+) -> None:
+    """Note how a call uses parameters, which are known by their ids."""
+    call = recorded.call
+    embedding = as_embedding(call.function, call.args, call.kwargs)
+    if embedding is not None and id(embedding.weight) in used:
+        uses[id(embedding.weight)].lookup_bytes.append(recorded.output.nbytes)
+        used.discard(id(embedding.weight))
+    projection = as_projection(call) if call.function is F.linear else None
+    if projection is not None and logits is not None and projection.weight.shape[0] == logits.num_classes:
+        weight, bias = id(projection.weight), projection.bias
+        if weight in used and (bias is None or id(bias) in used):
+            use = uses[weight]
+            use.logits.append(recorded.output)
+            if projection.input.requires_grad:
+                use.head_input_bytes.append(projection.input.nbytes)
+            use.biases = use.biases if bias is None else (*use.biases, *fqns[id(bias)])
+            used.difference_update({weight, id(bias)})
+    for i in used:
+        uses[i].num_others += 1
 
 
 def with_vocabulary(plan: BlockTensorPlan, use: VocabularyRoles) -> BlockTensorPlan:
@@ -195,56 +226,6 @@ def _collectives(weight: WeightRoles, use: VocabularyRoles, size: int) -> Iterat
 def _can_cut(weight: Tensor, size: int) -> bool:
     """Whether every rank gets rows."""
     return weight.dim() == 2 and -(-weight.shape[0] // size) * (size - 1) < weight.shape[0]
-
-
-# ------------------------------------------------------------------------------------------------------- planning
-
-
-class _SeeRoles(TorchFunctionMode):
-    """Notes how a block uses its parameters.
-
-    Args:
-        parameters: Fake parameters by FQN.
-        logits: The logits that the block's heads make; None if it makes none.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], logits: ShardedLogits | None) -> None:
-        super().__init__()
-        self.uses = {id(tensor): WeightRoles() for tensor in parameters.values()}
-        self._fqns: dict[int, tuple[str, ...]] = {}
-        for fqn, tensor in parameters.items():
-            self._fqns[id(tensor)] = (*self._fqns.get(id(tensor), ()), fqn)
-        self._logits = logits
-
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        if not tensors_in(output):
-            return output  # it asked for a shape or the like
-        used = {id(tensor) for tensor in tensors_in((args, kwargs))} & self.uses.keys()
-        if (embedding := as_embedding(func, args, kwargs)) is not None and id(embedding.weight) in used:
-            use = self.uses[id(embedding.weight)]
-            use.lookup_bytes.append(output.nbytes)
-            used.discard(id(embedding.weight))
-        if func is F.linear:
-            used -= self._head(output, *args, **kwargs)
-        for i in used:
-            self.uses[i].num_others += 1
-        return output
-
-    def _head(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> set[int]:
-        """Note a use as a head; returns the ids of the parameters that it concerns."""
-        is_ours = id(weight) in self.uses and (bias is None or id(bias) in self.uses)
-        if not is_ours or self._logits is None or weight.shape[0] != self._logits.num_classes:
-            return set()
-        use = self.uses[id(weight)]
-        use.logits.append(output)
-        if input.requires_grad:
-            use.head_input_bytes.append(input.nbytes)
-        if bias is None:
-            return {id(weight)}
-        use.biases = (*use.biases, *self._fqns[id(bias)])
-        return {id(weight), id(bias)}
 
 
 # ------------------------------------------------------------------------------------------------------ execution
