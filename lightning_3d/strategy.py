@@ -53,7 +53,7 @@ from lightning_3d.trainer.report import RankReport, gather_reports, tell_layout
 from lightning_3d.trainer.requirements import check, check_model
 from lightning_3d.trainer.session import open_before_layout, open_before_planning, open_for_steps
 from lightning_3d.trainer.steps_strategy import StepsStrategy
-from lightning_3d.waits import Waits
+from lightning_3d.waits import long_wait
 
 _NO_PATHS = (None, "best", "last", "hpc", "registry")
 """Values of ``ckpt_path`` for which there may be no checkpoint."""
@@ -125,7 +125,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
 
     def _new_checkpoints(self) -> ThreeDCheckpointIO:
-        return ThreeDCheckpointIO(self, self.config, self._timeout, lambda what: self._waits()(what))
+        return ThreeDCheckpointIO(self, self.config, self._timeout)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -142,9 +142,6 @@ class ThreeDStrategy(Configured, StepsStrategy):
             self._configure_launcher()
 
     # ---- the model
-
-    def _waits(self) -> Waits:
-        return Waits(self._module.trainer, lambda: self._is_stepping or self._checkpoints.is_training)
 
     def _own_parts(self, what: str) -> ParallelModel:
         check_layout(self._module, None if self._parallel is None else self._parallel.layout, what)
@@ -245,7 +242,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
             return
         module, config, shape = self._module, self.config, self.mesh.shape
         self.choice = choose_layout(
-            trainer, module, config, shape, self._precision, self.root_device, self._waits(), self.num_processes
+            trainer, module, config, shape, self._precision, self.root_device, self.num_processes
         )
         if self.choice is not None:
             self._given, self.config = self.config, self.choice.of(self.config)
@@ -263,8 +260,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
             warn_of_compiled(self._module)
         if self.mesh.shape.is_model_parallel or self.config.activations.plans_memory:
             lightning_helpers.leave_out_module_names(trainer)
-        wait = self._waits()
-        with wait(f"Making {type(self._module).__name__} parallel"):
+        with long_wait(f"Making {type(self._module).__name__} parallel"):
             return make_parallel(
                 trainer=trainer,
                 module=self._module,
@@ -272,7 +268,6 @@ class ThreeDStrategy(Configured, StepsStrategy):
                 mesh=self.mesh,
                 precision=self._precision,
                 device=self.root_device,
-                wait=wait,
                 rendezvous=self._met,
                 is_restored=self._launcher.ckpt_path not in _NO_PATHS,
             )

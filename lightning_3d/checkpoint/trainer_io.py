@@ -10,12 +10,11 @@ Lightning asks for the model's state, for those of the optimizers, and then hand
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -52,6 +51,7 @@ from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.waits import long_wait
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.shard import NO_SHARDS, Shards
 
@@ -61,23 +61,6 @@ _NO_FOLDERS = (
 )
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _told(what: str) -> Callable[[_Method], _Method]:
-    """Let a method tell what it does, where that takes long."""
-
-    def telling(method: _Method) -> _Method:
-        @wraps(method)
-        def run(self: ThreeDCheckpointIO, *args: Any, **kwargs: Any) -> Any:
-            with self._wait(what):
-                return method(self, *args, **kwargs)
-
-        return cast(_Method, run)
-
-    return telling
-
-
 class ThreeDCheckpointIO(CheckpointIO):
     """Saves and loads a Trainer's checkpoints; every rank calls its methods.
 
@@ -85,7 +68,6 @@ class ThreeDCheckpointIO(CheckpointIO):
         strategy: Has the model and the optimizers. A ``CheckpointIO`` of the user's writes and reads files in place of
             this one.
         timeout: The timeout of collectives in the background.
-        wait: Tells of waits.
     """
 
     def __init__(
@@ -93,9 +75,8 @@ class ThreeDCheckpointIO(CheckpointIO):
         strategy: ParallelStrategy,
         config: ThreeDConfig,
         timeout: timedelta,
-        wait: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._strategy, self._config, self._wait = strategy, config, wait
+        self._strategy, self._config = strategy, config
         self.saves = Saves(config.checkpoint, timeout)
         self.is_training = False
         """Whether training goes on after a save, which may then be in the background."""
@@ -138,7 +119,7 @@ class ThreeDCheckpointIO(CheckpointIO):
 
     # ---- saving
 
-    @_told("Gathering the model for a checkpoint")
+    @long_wait("Gathering the model for a checkpoint")
     def model_state(self) -> dict[str, Any]:
         """The model's state for a checkpoint, under all names that one process saves: this rank's parts, or, where it
         goes to a file and hooks of the user's may look at it, full values on all ranks.
@@ -153,7 +134,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         broadcast = self._strategy.broadcast
         return like_state(shown, {name: broadcast(full.get(name)) for name in broadcast(list(full))})
 
-    @_told("Gathering the optimizer's state for a checkpoint")
+    @long_wait("Gathering the optimizer's state for a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of the state of an optimizer for a checkpoint."""
         own: dict[str, Any] = {}
@@ -162,7 +143,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         return own
 
     @override
-    @_told("Saving a checkpoint")
+    @long_wait("Saving a checkpoint")
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
@@ -238,7 +219,7 @@ class ThreeDCheckpointIO(CheckpointIO):
     # ---- loading
 
     @override
-    @_told("Checking and reading the checkpoint")
+    @long_wait("Checking and reading the checkpoint")
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -267,7 +248,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         lightning_helpers.leave_schedulers_to_averaging(self._module.trainer, checkpoint)
         return checkpoint
 
-    @_told("Loading the model from the checkpoint")
+    @long_wait("Loading the model from the checkpoint")
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Fill the model from a checkpoint that ``load_checkpoint`` gave."""
         state = checkpoint[MODEL]
@@ -277,7 +258,7 @@ class ThreeDCheckpointIO(CheckpointIO):
             assert isinstance(checkpoint, dict)
             checkpoint[MODEL] = state_of(self._module)  # callbacks that average weights go on from parts, too
 
-    @_told("Loading the optimizers from the checkpoint")
+    @long_wait("Loading the optimizers from the checkpoint")
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers from a checkpoint that ``load_checkpoint`` gave."""
         if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew

@@ -45,7 +45,7 @@ from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
-from lightning_3d.waits import Wait
+from lightning_3d.waits import long_wait
 from lightning_3d.zero.engine import RankModule
 
 _MAX_SCHEDULES = 2
@@ -81,7 +81,6 @@ class PipelineEngine:
     Args:
         rank_module: The root of this rank's shards, around ``module``.
         around_backward: Gives the context of each backward of a microbatch on a stage.
-        wait: Told when a step is traced or studied.
         unsplit: Stages whose backward stays in one piece where the schedule splits it.
         before_forward: Told which stage runs a microbatch, before it does.
         has_budget: Whether a step's memory is predicted for the loss that the plan names.
@@ -100,7 +99,6 @@ class PipelineEngine:
         randomness: StepRandomness,
         device: torch.device,
         around_backward: AroundBackward,
-        wait: Wait,
         full_backward_stages: Collection[int] = (),
         before_forward: Callable[[int], None] = lambda stage: None,
         has_budget: bool = False,
@@ -109,7 +107,7 @@ class PipelineEngine:
     ) -> None:
         self._unsplit = full_backward_stages
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
-        self._around_backward, self._wait = around_backward, wait
+        self._around_backward = around_backward
         self._group, self._replica = mesh.group("pp"), mesh.group("replica")
         self._has_replicas, self._shares_evaluations = mesh.shape.dp > 1, shares_evaluations
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
@@ -134,7 +132,6 @@ class PipelineEngine:
             group=self._group,
             source=self._source,
             device=device,
-            wait=wait,
             has_budget=has_budget,
         )
         self._stages = Stages(
@@ -319,7 +316,7 @@ class PipelineEngine:
         """The trace of a step; every rank of the pipeline makes it, and raises what it is on one of them."""
 
         def traced() -> Trace:
-            with self._wait(f"Tracing {call.name}"), raise_on_all_ranks(self._group):
+            with long_wait(f"Tracing {call.name}"), raise_on_all_ranks(self._group):
                 trace = self._traces.trace(call)
                 trace.refuse_what_counts_once()
             check_alike(trace, call.name, self._group)
