@@ -31,7 +31,7 @@ from examples.gpt import GPT
 from lightning_3d.compile.blocks import BlockCompiler
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import running
-from lightning_3d.waits import CountedWait, not_told
+from lightning_3d.waits import CountedWait
 
 BATCH, LENGTH, VOCABULARY, DROPOUT, WARM_UP, TURNS = 32, 64, 256, 0.1, 3, 40
 PAIRS = (("compiled", "eager"), ("compiled, dropout", "eager, dropout"), ("by hand", "eager"))
@@ -45,7 +45,7 @@ class _Training:
     def __init__(self, *, is_compiled: bool = False, by_hand: bool = False, dropout: float = 0.0) -> None:
         torch.manual_seed(0)
         model = GPT(VOCABULARY, LENGTH)
-        self.compiling = CountedWait(not_told)
+        self.compiling = CountedWait()
         compiler = BlockCompiler(CompileConfig(enabled=True), wait=self.compiling)
         for block in model.blocks:
             if dropout:

@@ -28,10 +28,9 @@ from torch import Tensor
 from lightning_3d import ThreeDConfig
 from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.planning.plan import Plan, make_plan
-from lightning_3d.planning.planner import ExampleStep, Observer
-from lightning_3d.planning.tensor_blocks import plan_blocks
-from lightning_3d.tensor.plan.known_choices import FOLDER
+from lightning_3d.planning.observer import ExampleStep, Observer
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.planner import decide
 
 VOCABULARY, BATCH, LENGTH = 128, 2, 16
 _TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -81,10 +80,8 @@ def measure(name: str) -> tuple[dict[str, float], Plan]:
     step = ExampleStep(name="training_step", microbatch=tokens, modes=nullcontext)
     start = time.process_time()
     observed = Observer(model, step, device, StepEffects).observe(config, shape)
-    assert observed.trace is not None
-    plan = make_plan(model, observed.blocks, observed.trace, config, shape, device)
     traced = time.process_time()
-    plan = plan_blocks(plan, model, observed.blocks, observed.trace, config.tensor)
+    plan = decide(observed, config, shape, device)
     return {"trace": traced - start, "plan": time.process_time() - traced}, plan
 
 

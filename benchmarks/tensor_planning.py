@@ -23,9 +23,8 @@ from benchmarks.models import GPT, Block, random_tokens
 from lightning_3d import ThreeDConfig
 from lightning_3d.distributed.mesh import build_mesh, resolve_mesh_shape
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.planning.plan import make_plan
-from lightning_3d.planning.planner import ExampleStep, Observer
-from lightning_3d.planning.tensor_blocks import plan_blocks
+from lightning_3d.planning.observer import ExampleStep, Observer
+from lightning_3d.planning.planner import decide
 from lightning_3d.tensor import plan_block
 from lightning_3d.tensor.plan.known_choices import FOLDER
 from lightning_3d.trainer.tensor_parallel import prove_blocks
@@ -86,10 +85,8 @@ def measure() -> dict[str, float]:
     mesh = build_mesh(resolve_mesh_shape(config, 2), zero_stage=config.zero.stage, device_type=device.type)
     step = ExampleStep(name="training_step", microbatch=next(iter(random_tokens(1, 4, 64))), modes=nullcontext)
     observed = Observer(model, step, device, StepEffects).observe(config, mesh.shape)
-    assert observed.trace is not None
-    plan = make_plan(model, observed.blocks, observed.trace, config, mesh.shape, device)
     start = time.perf_counter()
-    plan = plan_blocks(plan, model, observed.blocks, observed.trace, config.tensor)
+    plan = decide(observed, config, mesh.shape, device)
     planned = time.perf_counter()
     plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiled=lambda block: None)
     proved = time.perf_counter()

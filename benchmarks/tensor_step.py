@@ -32,7 +32,7 @@ from lightning_3d.compile.blocks import BlockCompiler
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import running
 from lightning_3d.tensor import apply_block, plan_block
-from lightning_3d.waits import CountedWait, not_told
+from lightning_3d.waits import CountedWait
 
 BATCH, LENGTH, WIDTH, HEADS, WARM_UP, STEPS = 4, 256, 512, 8, 5, 60
 COLUMN, ROW = ("q", "k", "v", "up"), ("out", "down")
@@ -142,7 +142,7 @@ def measure() -> dict[str, list[float]]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     dense, x = Block(WIDTH, HEADS), torch.randn(BATCH, LENGTH, WIDTH)
-    compiler = BlockCompiler(CompileConfig(), mesh, compiling := CountedWait(not_told))
+    compiler = BlockCompiler(CompileConfig(), mesh, compiling := CountedWait())
     blocks = {
         "lightning_3d": _by_lightning_3d(dense, mesh),
         "layers by hand": MegatronBlock(dense),

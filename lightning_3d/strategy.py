@@ -53,7 +53,7 @@ from lightning_3d.trainer.report import RankReport, gather_reports, tell_layout
 from lightning_3d.trainer.requirements import check, check_model
 from lightning_3d.trainer.session import open_before_layout, open_before_planning, open_for_steps
 from lightning_3d.trainer.steps_strategy import StepsStrategy
-from lightning_3d.waits import telling
+from lightning_3d.waits import long_wait
 
 _NO_PATHS = (None, "best", "last", "hpc", "registry")
 """Values of ``ckpt_path`` for which there may be no checkpoint."""
@@ -242,7 +242,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
             return
         module, config, shape = self._module, self.config, self.mesh.shape
         self.choice = choose_layout(
-            trainer, module, config, shape, self._precision, self.root_device, telling, self.num_processes
+            trainer, module, config, shape, self._precision, self.root_device, self.num_processes
         )
         if self.choice is not None:
             self._given, self.config = self.config, self.choice.of(self.config)
@@ -260,7 +260,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
             warn_of_compiled(self._module)
         if self.mesh.shape.is_model_parallel or self.config.activations.plans_memory:
             lightning_helpers.leave_out_module_names(trainer)
-        with telling(f"Making {type(self._module).__name__} parallel"):
+        with long_wait(f"Making {type(self._module).__name__} parallel"):
             return make_parallel(
                 trainer=trainer,
                 module=self._module,

@@ -1,23 +1,20 @@
-"""Telling what a long wait is for: nothing for two seconds, then a line in the log of rank 0."""
+"""Telling in the log what a long wait is for: nothing for two seconds, then one line, of rank 0."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Timer
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-Wait = Callable[[str], AbstractContextManager[None]]
-"""Takes what is waited for; the wait is as long as the context."""
-
-_PATIENCE = 2.0  # seconds before anything is told
+_PATIENCE = 2.0  # seconds before anything is logged
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
-    """Tell of a wait."""
+def long_wait(what: str) -> Iterator[None]:
+    """Log what is waited for inside, if that takes long."""
     timer = Timer(_PATIENCE, rank_zero_info, [f"{what} ..."])
     timer.daemon = True
     timer.start()
@@ -27,23 +24,17 @@ def telling(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def not_told(what: str) -> AbstractContextManager[None]:
-    """A wait that nobody is told of."""
-    return nullcontext()
-
-
 class CountedWait:
-    """Tells of waits, and counts those that are over and their seconds."""
+    """Long waits of one kind, counted with their seconds when they are over."""
 
-    def __init__(self, wait: Wait) -> None:
-        self._wait = wait
+    def __init__(self) -> None:
         self.num, self.seconds = 0, 0.0
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Tell of a wait."""
+        """Log what is waited for."""
         start = time.monotonic()
-        with self._wait(what):
+        with long_wait(what):
             yield
         self.num, self.seconds = self.num + 1, self.seconds + time.monotonic() - start
 

@@ -6,6 +6,7 @@ Whole models, and copies on streams, are in `test_second_device.py`.
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from weakref import ref
 
 import lightning as L
@@ -23,7 +24,8 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import ConfigError
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.planning.plan import make_plan
+from lightning_3d.planning.observer import ExampleStep, Observation
+from lightning_3d.planning.planner import decide
 from tests.models import TinyGPT
 from tests.parity import QUIET
 
@@ -109,7 +111,9 @@ def test_cpus_are_refused_before_anything_begins() -> None:
 def test_plans_say_what_is_offloaded(recompute: Mode) -> None:
     config = ThreeDConfig(activations=ActivationsConfig(offload=True, recompute=recompute, every=2))
     module = TinyGPT()
-    plan = make_plan(module, find_blocks(module), None, config, MeshShape(pp=1, dp=1, cp=1, tp=1), CPU)
+    step = ExampleStep(name="training_step", microbatch=None, modes=nullcontext)
+    observed = Observation(module=module, blocks=find_blocks(module), step=step, trace=None)
+    plan = decide(observed, config, MeshShape(pp=1, dp=1, cp=1, tp=1), CPU)
     assert [block.fqn for block in plan.blocks if block.is_offloaded] == ["blocks.0", "blocks.2"]
     assert any(block.is_recomputed for block in plan.blocks) == (recompute == "full")
     console = Console(width=100)

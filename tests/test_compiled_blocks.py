@@ -21,7 +21,7 @@ from lightning_3d.torch_internals.backends import compile_graph
 from lightning_3d.torch_internals.dispatch import IsKept
 from lightning_3d.torch_internals.dynamo import compiled, modules_watched
 from lightning_3d.trace.interception import Router
-from lightning_3d.waits import CountedWait, not_told
+from lightning_3d.waits import CountedWait
 from tests.models import Block, TinyGPT
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
@@ -91,7 +91,7 @@ def test_compiled_blocks_train_as_eager_ones(workers: WorkerPools, name: str) ->
 def _shapes() -> tuple[list[Any], list[str], int]:
     """Differences from eager calls over many lengths; warnings; forms compiled."""
     torch.manual_seed(0)
-    block, waits = Dropping(), CountedWait(not_told)
+    block, waits = Dropping(), CountedWait()
     compiler = BlockCompiler(CompileConfig(enabled=True, backend="aot_eager"), wait=waits)
     differences = []
     with (

@@ -319,7 +319,7 @@ def _read(layout: Layout | None, ways: Sequence[str]) -> list[tuple[dict[str, Te
         trainer, model = fitted(layout, partial(Reading, way), batches=3, epochs=1)
         assert isinstance(model, Reading)
         plan = trainer.strategy.plan if isinstance(trainer.strategy, ThreeDStrategy) else None
-        found.append((whole_state(trainer), model.seen, plan.heads[0] if plan else ""))
+        found.append((whole_state(trainer), model.seen, plan.findings.heads[0] if plan else ""))
     return found
 
 
@@ -353,7 +353,7 @@ LINES: list[tuple[Any, Layout, str]] = [
 def _lines(model: Any, layout: Layout) -> tuple[str, ...]:
     trainer, _ = fitted(layout, model, batches=1, epochs=1, limit_val_batches=0)
     assert isinstance(trainer.strategy, ThreeDStrategy)
-    return trainer.strategy.plan.heads
+    return trainer.strategy.plan.findings.heads
 
 
 @pytest.mark.parametrize(("model", "layout", "line"), LINES)

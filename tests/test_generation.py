@@ -55,7 +55,7 @@ def _run(layout: Layout | None) -> tuple[Seen, list[str]]:
     assert isinstance(model, Generates)
     numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
     batch = torch.utils.data.DataLoader(a.text(4), batch_size=4)
-    told = [*trainer.strategy.plan.evaluations] if isinstance(trainer.strategy, ThreeDStrategy) else []
+    told = [*trainer.strategy.plan.findings.evaluations] if isinstance(trainer.strategy, ThreeDStrategy) else []
     predicted = [] if layout is not None and layout.dp > 1 else trainer.predict(model, batch)
     return {**numbers, "hooked": model.hooked, "predicted": predicted}, told
 

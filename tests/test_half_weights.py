@@ -69,7 +69,7 @@ def _trained(is_half: bool) -> tuple[dict[str, Tensor], Counter[torch.dtype], tu
         runs, _ = fitted(layout, Model, callbacks=[seen], **settings)
     numbers = {f"loss {i}": torch.tensor(loss) for i, loss in enumerate(seen.losses)}
     numbers.update({name: value.detach() for name, value in runs.callback_metrics.items()})
-    return {**numbers, **whole_state(runs)}, seen.gathered, runs.strategy.plan.gathers  # type: ignore[attr-defined]
+    return {**numbers, **whole_state(runs)}, seen.gathered, runs.strategy.plan.findings.gathers  # type: ignore[attr-defined]
 
 
 def _both() -> tuple[Counter[torch.dtype], Counter[torch.dtype]]:

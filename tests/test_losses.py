@@ -27,7 +27,9 @@ def test_replicas_have_the_mean_of_their_losses(loss: str, layout: Layout, worke
     assert_parity(Job(model=partial(LossNet, loss, 2), data=labelled), ranks)
     if loss == "contrastive":
         assert ranks[0].plan is not None
-        (told,) = (text for text in ranks[0].plan.losses if text.startswith("training_step: the loss couples samples"))
+        (told,) = (
+            text for text in ranks[0].plan.findings.losses if text.startswith("training_step: the loss couples samples")
+        )
         assert "data-parallel ranks couples its own samples alone, as under DDP" in told
 
 

@@ -19,6 +19,7 @@ from lightning_3d.cli import from_config, main
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.memory.rank_memory import GIB
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.timing import makespan
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -62,6 +63,28 @@ def test_it_is_the_plan_that_runs(workers: WorkerPools, name: str) -> None:
         for kind in ("weights", "gradients", "optimizer_states", "batch"):
             assert getattr(ahead.held, kind) == pytest.approx(getattr(row.held, kind), rel=0.02), kind
         assert ahead.peak == pytest.approx(row.peak, rel=0.05)  # which test_budget compares with what is measured
+
+
+@pytest.mark.parametrize(("tp", "zero_stage", "schedule"), [(1, 1, "1f1b"), (2, 3, "1f1b"), (1, 1, "interleaved")])
+def test_a_partition_counts_the_memory_that_the_plan_reports(tp: int, zero_stage: int, schedule: str) -> None:
+    """With a budget of just what its ranks are said to take a pipeline is cut by time; with a byte less it is not."""
+    with torch.device("meta"):
+        module = TinyGPT(context=32, width=32, num_layers=6)
+    settings = {"pipeline_parallel_size": 2, "tensor_parallel_size": tp, "zero": {"stage": zero_stage}}
+    config = ThreeDConfig.from_mapping({**settings, "pipeline": {"num_microbatches": 4, "schedule": schedule}})
+    batch = torch.zeros(16, 32, dtype=torch.long), torch.zeros(16, 32, dtype=torch.long)
+    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(), num_states=2)
+
+    def planned(num_bytes: int | None) -> tuple[list[int], int]:
+        memory = None if num_bytes is None else num_bytes / GIB
+        plan = ahead.plan(config, resolve_mesh_shape(config, 4 * tp), memory).plan
+        return [len(plan.blocks_of(stage)) for stage in range(plan.num_stages)], max(row.peak for row in plan.memory)
+
+    by_time, peak = planned(None)
+    assert planned(peak) == (by_time, peak)
+    within, less = planned(peak - 1)
+    assert within != by_time
+    assert less < peak
 
 
 def test_idle_time_is_that_of_the_schedule() -> None:

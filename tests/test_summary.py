@@ -65,7 +65,7 @@ def _told(layout: Layout, shows: bool = True) -> tuple[list[str], tuple[str, ...
         trainer.fit(model, loader(tokens(16), global_batch_size=8, data_parallel_size=layout.dp))
     rank_zero.log.removeHandler(messages)
     assert isinstance(strategy, ThreeDStrategy)
-    return [text for text in messages.texts if text.startswith(("Layout", "BatchNorm"))], strategy.plan.losses
+    return [text for text in messages.texts if text.startswith(("Layout", "BatchNorm"))], strategy.plan.findings.losses
 
 
 def _steps(layout: Layout) -> int:

@@ -16,8 +16,9 @@ from torch.utils.data import default_collate
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.planning.observer import ExampleStep, Observer
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import ExampleStep, Observer, decide
+from lightning_3d.planning.planner import decide
 from lightning_3d.tensor import WeightPlan
 from tests.law.models import MODELS
 from tests.parity import Job

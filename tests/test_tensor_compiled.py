@@ -22,7 +22,7 @@ from lightning_3d.model.block_runner import running
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block, verify_block
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.dynamo import modules_watched
-from lightning_3d.waits import CountedWait, not_told
+from lightning_3d.waits import CountedWait
 from tests.collectives import Collectives, planned
 from tests.models import Block
 from tests.workers import WorkerPools
@@ -38,7 +38,7 @@ class _Compiling:
     """A compiler, and how many forms it made."""
 
     def __init__(self) -> None:
-        self._wait, self.mesh = CountedWait(not_told), _mesh()
+        self._wait, self.mesh = CountedWait(), _mesh()
         self.compiler = BlockCompiler(
             CompileConfig(backend="aot_eager"), self.mesh, self._wait, is_telling=self.mesh.get_local_rank() == 0
         )

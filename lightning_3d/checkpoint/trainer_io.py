@@ -51,7 +51,7 @@ from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.waits import telling
+from lightning_3d.waits import long_wait
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.shard import NO_SHARDS, Shards
 
@@ -70,7 +70,12 @@ class ThreeDCheckpointIO(CheckpointIO):
         timeout: The timeout of collectives in the background.
     """
 
-    def __init__(self, strategy: ParallelStrategy, config: ThreeDConfig, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        config: ThreeDConfig,
+        timeout: timedelta,
+    ) -> None:
         self._strategy, self._config = strategy, config
         self.saves = Saves(config.checkpoint, timeout)
         self.is_training = False
@@ -114,7 +119,7 @@ class ThreeDCheckpointIO(CheckpointIO):
 
     # ---- saving
 
-    @telling("Gathering the model for a checkpoint")
+    @long_wait("Gathering the model for a checkpoint")
     def model_state(self) -> dict[str, Any]:
         """The model's state for a checkpoint, under all names that one process saves: this rank's parts, or, where it
         goes to a file and hooks of the user's may look at it, full values on all ranks.
@@ -129,7 +134,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         broadcast = self._strategy.broadcast
         return like_state(shown, {name: broadcast(full.get(name)) for name in broadcast(list(full))})
 
-    @telling("Gathering the optimizer's state for a checkpoint")
+    @long_wait("Gathering the optimizer's state for a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of the state of an optimizer for a checkpoint."""
         own: dict[str, Any] = {}
@@ -138,7 +143,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         return own
 
     @override
-    @telling("Saving a checkpoint")
+    @long_wait("Saving a checkpoint")
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
@@ -214,7 +219,7 @@ class ThreeDCheckpointIO(CheckpointIO):
     # ---- loading
 
     @override
-    @telling("Checking and reading the checkpoint")
+    @long_wait("Checking and reading the checkpoint")
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
@@ -243,7 +248,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         lightning_helpers.leave_schedulers_to_averaging(self._module.trainer, checkpoint)
         return checkpoint
 
-    @telling("Loading the model from the checkpoint")
+    @long_wait("Loading the model from the checkpoint")
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Fill the model from a checkpoint that ``load_checkpoint`` gave."""
         state = checkpoint[MODEL]
@@ -253,7 +258,7 @@ class ThreeDCheckpointIO(CheckpointIO):
             assert isinstance(checkpoint, dict)
             checkpoint[MODEL] = state_of(self._module)  # callbacks that average weights go on from parts, too
 
-    @telling("Loading the optimizers from the checkpoint")
+    @long_wait("Loading the optimizers from the checkpoint")
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers from a checkpoint that ``load_checkpoint`` gave."""
         if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew

@@ -12,7 +12,7 @@ from lightning_3d.checkpoint.export import export_checkpoint
 from lightning_3d.checkpoint.inspection import inspect_checkpoint, inspection_table
 from lightning_3d.checkpoint.loading import verify_checkpoint
 from lightning_3d.cli.output import show
-from lightning_3d.waits import telling
+from lightning_3d.waits import long_wait
 
 HELP = "Inspect, convert and verify checkpoints."
 
@@ -39,7 +39,7 @@ def run(chosen: Namespace) -> None:
     function, text = _COMMANDS[chosen.command]
     arguments = dict(chosen[chosen.command])
     is_json = arguments.pop("json", False)
-    with telling(text.rstrip(".")):
+    with long_wait(text.rstrip(".")):
         result = function(**arguments)
     if isinstance(result, dict):
         result = json.dumps(result, default=str) if is_json else inspection_table(result)

@@ -29,7 +29,7 @@ from lightning_3d.planning.budget import trade_offs
 from lightning_3d.planning.layouts import Choice
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.dry_run import DryRun, DryRunPlan, search_layout
-from lightning_3d.waits import telling
+from lightning_3d.waits import long_wait
 
 _HALVINGS = 4
 
@@ -75,11 +75,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(chosen: Namespace) -> None:
     """Run it."""
     sys.path.insert(0, "")  # as `python -m` does
-    with telling("Making the model and the data"):
+    with long_wait("Making the model and the data"):
         given = _given(chosen)
     if given.world_size < 1 or chosen.states < 0:
         raise ConfigError(f"{given.world_size} ranks, {chosen.states} states of a parameter: use 1 or more, 0 or more")
-    with telling("Fetching the first batch"):
+    with long_wait("Fetching the first batch"):
         batch = _first_batch(given.data)
     machine = given_machine(
         tflops=chosen.tflops, inside=chosen.inside, between=chosen.between, ranks_per_node=chosen.ranks_per_node
@@ -95,14 +95,14 @@ def run(chosen: Namespace) -> None:
         return choice, ahead.plan(config, resolve_mesh_shape(config, world_size), chosen.memory, machine)
 
     is_drawn = chosen.report is not None or chosen.pictures is not None
-    with telling("Planning"):
+    with long_wait("Planning"):
         ahead = DryRun.without_trainer(
             given.module, batch, given.config, ThreeDPrecision(given.precision), chosen.states
         )
         choice, planned = planned_on(given.world_size)
         scaling = _scaling(planned, planned_on, num_samples(batch)) if is_drawn else {}
     if is_drawn:
-        with telling("Drawing"):
+        with long_wait("Drawing"):
             _draw(chosen.report, chosen.pictures, planned, type(given.module).__name__, scaling)
     if chosen.json:
         show(json.dumps(planned.as_dict() | ({} if choice is None else {"layout": choice.as_dict()})))
@@ -133,7 +133,7 @@ def _draw(
 
     plan, sections = planned.plan, list(plan_sections(planned.plan, planned))
     if planned.step is not None:
-        points = trade_offs(planned.step, [rank.held for rank in plan.memory])
+        points = trade_offs(plan, planned.step)
         sections.append(("Budgets", budget_figure(points)))
     if len(scaling) > 1:
         sections.append(("Scaling", scaling_figure(scaling)))

@@ -31,7 +31,7 @@ from lightning_3d.torch_internals.capture import NotCompilable, capture
 from lightning_3d.torch_internals.dispatch import IsKept
 from lightning_3d.torch_internals.dynamo import NotFollowed, compiled, compiler_errors, is_limit, recompile_limit
 from lightning_3d.torch_internals.modules import RunningNorm, children_of
-from lightning_3d.waits import Wait, not_told
+from lightning_3d.waits import CountedWait
 from lightning_3d.zero.gathering import wait_for
 
 _MAX_REASON = 300
@@ -43,7 +43,7 @@ class BlockCompiler:
 
     Args:
         mesh: The tp axis; None if no block is sharded.
-        wait: Told of each kind of call that is compiled.
+        wait: Counts the kinds of calls that are compiled.
         whole: Applied to each leaf of their arguments: makes tensors of subclasses plain that stand for values to come.
         is_telling: Whether this rank warns.
     """
@@ -52,12 +52,12 @@ class BlockCompiler:
         self,
         config: CompileConfig,
         mesh: DeviceMesh | None = None,
-        wait: Wait = not_told,
+        wait: CountedWait | None = None,
         whole: Callable[[Any], Any] = lambda leaf: leaf,
         *,
         is_telling: bool = True,
     ) -> None:
-        self._config, self._mesh, self._wait, self._whole = config, mesh, wait, whole
+        self._config, self._mesh, self._wait, self._whole = config, mesh, wait or CountedWait(), whole
         self._is_telling, self._warned = is_telling, set[str]()
         self._functions: dict[Hashable, AnyCallable] = {}
 

@@ -32,10 +32,10 @@ class PipelineConfig:
 
     partition: str | tuple[str, ...] = "auto"
     """The load to balance. ``"auto"``: the time of forward and backward, counted in operations and bytes on tensors
-    without data, within the memory of a rank; where a block can't run without data and in inline mode, as
-    ``"parameters"``, which the plan says. ``"uniform"``: calls of blocks. ``"type:REGEX"`` balances parameters and
-    takes the modules whose class name matches the regular expression as the blocks. A list of FQNs names the block with
-    which each stage after the first begins."""
+    without data, within the memory of a rank or ``activations.budget``, as the plan reports it; where a block can't run
+    without data and in inline mode, as ``"parameters"``, which the plan says. ``"uniform"``: calls of blocks.
+    ``"type:REGEX"`` balances parameters and takes the modules whose class name matches the regular expression as the
+    blocks. A list of FQNs names the block with which each stage after the first begins."""
 
     schedule: ScheduleName = "1f1b"
     """``"gpipe"``: all forwards, then all backwards (Huang et al. 2019). ``"1f1b"``: one forward, one backward in

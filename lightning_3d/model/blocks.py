@@ -68,6 +68,11 @@ def _walk(root: nn.Module, chosen: set[nn.Module], opened: set[nn.Module]) -> di
     return blocks
 
 
+def num_parameters(block: nn.Module) -> int:
+    """Elements of all parameters of a block."""
+    return sum(parameter.numel() for parameter in block.parameters())
+
+
 def tied_groups(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
     """The FQNs of the blocks, those that share a parameter together, in definition order of the first of each."""
     groups: list[list[str]] = []

@@ -19,7 +19,7 @@ from lightning_3d.pipeline.glue_run import CoupledError
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
 from lightning_3d.pipeline.traces import StepCall, cached
-from lightning_3d.waits import telling
+from lightning_3d.waits import long_wait
 
 _MAX_FRUITLESS = 8  # studies of a step that show nothing, as its loss is not finite
 _MAX_NAMED = 3  # blocks in a message
@@ -161,7 +161,7 @@ class BatchLoss:
         """Collective; of all ranks where nothing is known of a step, as batches may have too few samples on some. None
         until a batch shows something.
         """
-        with telling(f"Finding out how the loss of {whole.name} comes from microbatches"):
+        with long_wait(f"Finding out how the loss of {whole.name} comes from microbatches"):
             new = self._looked_at(whole, parts) if self._is_last and len(parts) > 1 else None
             if whole.name not in self._told:
                 gathered: list[LossFound | None] = [None] * dist.get_world_size()

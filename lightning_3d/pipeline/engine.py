@@ -44,7 +44,7 @@ from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
-from lightning_3d.waits import telling
+from lightning_3d.waits import long_wait
 from lightning_3d.zero.engine import RankModule
 
 _MAX_SCHEDULES = 2
@@ -297,7 +297,7 @@ class PipelineEngine:
         """The trace of a step; every rank of the pipeline makes it, and raises what it is on one of them."""
 
         def traced() -> Trace:
-            with telling(f"Tracing {call.name}"), raise_on_all_ranks(self._group):
+            with long_wait(f"Tracing {call.name}"), raise_on_all_ranks(self._group):
                 trace = self._traces.trace(call)
                 trace.refuse_what_counts_once()
             check_alike(trace, call.name, self._group)

@@ -12,23 +12,14 @@ from torch import nn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError
-from lightning_3d.model.blocks import tied_groups
-from lightning_3d.planning.loads import Loads, Unit, find_loads, num_parameters
+from lightning_3d.model.blocks import num_parameters, tied_groups
+from lightning_3d.planning.loads import Loads, find_loads
+from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.partition import additive, partition
-from lightning_3d.planning.stage_flow import cut
+from lightning_3d.planning.plan import StagePlan, Unit
+from lightning_3d.planning.stage_flow import cut, cut_at_calls, stages_by_block
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.trace.trace import Trace
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagePlan:
-    """One pipeline stage."""
-
-    load: int
-    """The load that the partition method balances, per microbatch, in the plan's unit."""
-    num_sent: int
-    """Tensors that it sends to the next stage, per microbatch."""
-    bytes_sent: int
-    """Their size; about as much comes back as gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +33,8 @@ class Assignment:
 
 
 def assign_stages(
-    module: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    trace: Trace | None,
+    observed: Observation,
+    tensors: Mapping[str, BlockTensorPlan],
     config: ThreeDConfig,
     shape: MeshShape,
     device: torch.device,
@@ -52,12 +42,14 @@ def assign_stages(
     """Cut the sequence of the blocks' calls into stages by ``config.pipeline.partition``.
 
     Args:
-        trace: One step on one microbatch; needed for more than one stage.
+        observed: With a trace if there is more than one stage.
+        tensors: Block FQN -> how its weights are sharded over tp.
         device: Where blocks will run.
 
     Raises:
         PlanError: there are more stages than calls, a named block can't begin a stage, or a block can't be measured.
     """
+    module, blocks, trace = observed.module, observed.blocks, observed.trace
     num_stages = len(config.pipeline.stage_ranks(shape.pp))
     if num_stages > 1 and config.pipeline.mode == "inline":
         return _in_order(module, blocks, config.pipeline.partition, num_stages)
@@ -67,15 +59,12 @@ def assign_stages(
     assert trace is not None, "a pipeline is planned along a trace"
     calls = [call.name for call in trace.block_calls]
     _check_number(calls, "calls of blocks", num_stages)
-    loads = find_loads(blocks, trace, config, shape, device)
+    loads = find_loads(observed, tensors, config, shape, device)
     if isinstance(config.pipeline.partition, tuple):
         stages = _begun_with(config.pipeline.partition, module, blocks, calls)
     else:
-        stages = partition(loads.of_stage, boundary_bytes(trace), num_stages)
-    of_calls = _by_block(trace, stages)
-    previous: tuple[int, ...] = (0,)
-    for fqn in blocks:  # a block that the step never calls stays with the one defined before it
-        previous = of_calls.setdefault(fqn, previous[-1:])
+        stages = _cut_calls(trace, loads, num_stages)
+    of_calls = stages_by_block(blocks, trace, stages)
     return Assignment(stages_of_calls=of_calls, stages=_stage_plans(trace, of_calls, stages, loads), unit=loads.unit)
 
 
@@ -113,19 +102,24 @@ def _in_order(
     return Assignment(stages_of_calls={fqn: of_blocks[fqn] for fqn in blocks}, stages=plans, unit="parameters")
 
 
-def boundary_bytes(trace: Trace) -> list[int]:
-    """Bytes that would cross between each call of a block and the next, if a stage ended there."""
-    num_calls = len(trace.block_calls)
-    flow = cut(trace, _by_block(trace, range(num_calls)), num_calls)
-    return [sum(trace.tensors[i].num_bytes for i in ids) for ids in flow.crossings]
+def _cut_calls(trace: Trace, loads: Loads, num_stages: int) -> list[int]:
+    """The stage of each call: by time alone where all ranks fit their memory then."""
+    flow, peaks = cut_at_calls(trace), loads.peaks
+    boundary_bytes = [sum(meta.num_bytes for meta in flow.metas(ids)) for ids in flow.crossings]
+    stages = partition(loads.of_stage, boundary_bytes, num_stages)
+    if peaks is None or peaks.fit(stages):
+        return stages
+
+    def load(stage: int, start: int, stop: int) -> int:  # above all times where it does not fit
+        return loads.of_stage(stage, start, stop) + peaks.excess(stage, start, stop) * 2**60
+
+    return partition(load, boundary_bytes, num_stages)
 
 
-def _by_block(trace: Trace, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Block FQN -> stages of its calls, given the stage of every call of a block."""
-    found: dict[str, tuple[int, ...]] = {}
-    for call, stage in zip(trace.block_calls, stages, strict=True):
-        found[call.name] = (*found.get(call.name, ()), stage)
-    return found
+def _bounds(stages: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Each stage, its first call, and the call after its last."""
+    numbers = range(stages[-1] + 1)
+    return [(stage, stages.index(stage), len(stages) - stages[::-1].index(stage)) for stage in numbers]
 
 
 def _stage_plans(
@@ -133,16 +127,10 @@ def _stage_plans(
 ) -> tuple[StagePlan, ...]:
     flow = cut(trace, of_calls, stages[-1] + 1)
     plans = []
-    for stage in range(flow.num_stages):
-        start, stop = stages.index(stage), len(stages) - stages[::-1].index(stage)
+    for stage, start, stop in _bounds(stages):
         sent = flow.metas(flow.sent(stage))
-        plans.append(
-            StagePlan(
-                load=loads.told(stage, start, stop),
-                num_sent=len(sent),
-                bytes_sent=sum(meta.num_bytes for meta in sent),
-            )
-        )
+        load, num_bytes = loads.of_stage(stage, start, stop), sum(meta.num_bytes for meta in sent)
+        plans.append(StagePlan(load=load, num_sent=len(sent), bytes_sent=num_bytes))
     return tuple(plans)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_3d.activations.chosen_blocks import chosen_blocks
@@ -24,20 +22,11 @@ from lightning_3d.distributed.device_memory import available_memory, total_memor
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import MemoryPlanError, PlanError
 from lightning_3d.memory.rank_memory import RankMemory, StaticMemory, size_text
-from lightning_3d.planning.held import PlannedStaticMemory, bytes_of
+from lightning_3d.planning.held import StateMemory, bytes_of
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.step_memory import StepMemory
-from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 
 _NUM_BUDGETS = 10  # that are tried for `trade_offs`
-
-
-def accumulates(trainer: Trainer) -> bool:
-    """Whether the gradients of several batches add up, in some epoch at least."""
-    scheduled = (each for each in callbacks_of(trainer) if isinstance(each, GradientAccumulationScheduler))
-    most = max((max(each.scheduling.values()) for each in scheduled), default=1)
-    return max(most, trainer.accumulate_grad_batches) > 1
 
 
 @dataclass(kw_only=True)
@@ -50,31 +39,6 @@ class Budget:
 
     _first: int | None = None
     _has_warned: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        observed: Observation,
-        config: ThreeDConfig,
-        device: torch.device,
-        *,
-        accumulates: bool,
-        num_sharing: int,
-    ) -> Budget:
-        """The budget of an observed step; the arguments are those of `StepMemory`."""
-        assert observed.trace is not None
-        with observed.step.modes():
-            step = StepMemory(
-                plan,
-                plan.blocks_in(observed.module),
-                observed.trace,
-                device,
-                config,
-                accumulates=accumulates,
-                num_sharing=num_sharing,
-            )
-        return cls(step=step, batch=observed.step.microbatch)
 
     def look_at(self, batch: Any) -> None:
         """Before a training step: warn once of a batch of this rank that is larger than the first."""
@@ -93,7 +57,7 @@ class Budget:
         self,
         plan: Plan,
         module: nn.Module,
-        held: PlannedStaticMemory,
+        held: StateMemory,
         config: ThreeDConfig,
         mesh: Mesh,
         device: torch.device,
@@ -109,34 +73,42 @@ class Budget:
         everyone = [(mesh.pp_rank, own)] * num_ranks
         dist.all_gather_object(everyone, (mesh.pp_rank, own))
         budgets = [min(budget for index, budget in everyone if index == rank) for rank in range(mesh.shape.pp)]
-        return on_one_rank(lambda: self.decide(plan, plan.blocks_in(module), config, of_ranks, budgets))
+        blocks = plan.blocks_in(module)
+        return on_one_rank(lambda: decide_recomputation(plan, self.step, blocks, config, of_ranks, budgets))
 
-    def decide(
-        self,
-        plan: Plan,
-        blocks: Mapping[str, nn.Module],
-        config: ThreeDConfig,
-        held: Sequence[StaticMemory],
-        budgets: Sequence[int],
-    ) -> Plan:
-        """The same by what the ranks of the pp axis hold anyway and may take, in bytes; without communication."""
-        modes = {block.fqn: block.recompute for block in plan.blocks}
-        if config.activations.recompute == "auto":
-            # Compiled blocks on shards keep inputs in full, too.
-            is_counted = not config.compile.enabled or config.tensor_parallel_size == 1
-            ways: tuple[Mode, ...] = ("selective", "full") if is_counted else ("full",)
-            modes = choose_recomputation(self.step, chosen_blocks(blocks, config.activations), ways, held, budgets)
-            plan = plan.with_recomputation(modes)
-        rows = []
-        for rank, (own, budget) in enumerate(zip(held, budgets, strict=True)):
-            peak = self.step.peak(rank, modes, own)
-            if peak > budget:
-                raise _too_much(self.step, rank, peak, own, budget, modes, is_least=False)
-            rows.append(RankMemory(held=own, peak=peak, budget=budget))
-        return replace(plan, memory=tuple(rows))
+
+def decide_recomputation(
+    plan: Plan,
+    step: StepMemory,
+    blocks: Mapping[str, nn.Module],
+    config: ThreeDConfig,
+    held: Sequence[StaticMemory],
+    budgets: Sequence[int],
+) -> Plan:
+    """The plan with what is recomputed, and the memory of all ranks, by what they hold anyway and may take, in bytes.
+
+    Raises:
+        PlanError: a rank does not fit.
+    """
+    modes = {block.fqn: block.recompute for block in plan.blocks}
+    if config.activations.recompute == "auto":
+        # Compiled blocks on shards keep inputs in full, too.
+        is_counted = not config.compile.enabled or config.tensor_parallel_size == 1
+        ways: tuple[Mode, ...] = ("selective", "full") if is_counted else ("full",)
+        chosen = chosen_blocks(blocks, config.activations)
+        modes = choose_recomputation(plan, step, chosen, ways, held, budgets)
+        plan = plan.with_blocks(lambda block: replace(block, recompute=modes.get(block.fqn, "none")))
+    rows = []
+    for rank, (own, budget) in enumerate(zip(held, budgets, strict=True)):
+        peak = step.peak(rank, step.stages_on(plan, rank), modes, own)
+        if peak > budget:
+            raise _too_much(plan, rank, peak, own, budget, modes, is_least=False)
+        rows.append(RankMemory(held=own, peak=peak, budget=budget))
+    return replace(plan, memory=tuple(rows))
 
 
 def choose_recomputation(
+    plan: Plan,
     step: StepMemory,
     candidates: Collection[str],
     ways: Sequence[Mode],
@@ -159,36 +131,40 @@ def choose_recomputation(
     """
     chosen: dict[str, Mode] = {}
     for rank, (own, budget) in enumerate(zip(held, budgets, strict=True)):
-        fqns = [block.fqn for block in step.plan.blocks_on(rank) if block.fqn in candidates and block.fqn in step.costs]
-        least, least_modes = step.peak(rank, chosen, own), dict(chosen)
-        while (peak := step.peak(rank, chosen, own)) > budget:
+        fqns = [block.fqn for block in plan.blocks_on(rank) if block.fqn in candidates and block.fqn in step.costs]
+        stages = step.stages_on(plan, rank)
+        least, least_modes = step.peak(rank, stages, chosen, own), dict(chosen)
+        while (peak := step.peak(rank, stages, chosen, own)) > budget:
             if peak < least:
                 least, least_modes = peak, dict(chosen)
             changes = [(_gain(step, fqn, chosen.get(fqn, "none"), way), fqn, way) for fqn in fqns for way in ways]
             gain, fqn, way = max(changes, key=lambda change: change[0], default=(0.0, "", "none"))
             if gain <= 0:
-                raise _too_much(step, rank, least, own, budget, least_modes, is_least=True)
+                raise _too_much(plan, rank, least, own, budget, least_modes, is_least=True)
             chosen[fqn] = way
     return chosen
 
 
-def trade_offs(step: StepMemory, held: Sequence[StaticMemory]) -> list[tuple[int, float]]:
+def trade_offs(plan: Plan, step: StepMemory) -> list[tuple[int, float]]:
     """The largest peak of a rank, in bytes, and the share of operations that are computed again for it, by budgets from
     the peak without recomputation to the least that any gives.
 
     Args:
-        held: What the ranks hold anyway, by index on the pp axis.
+        plan: With the memory of the ranks.
     """
+    held, stages = [rank.held for rank in plan.memory], [step.stages_on(plan, rank) for rank in range(plan.shape.pp)]
 
     def peak(modes: Mapping[str, Mode]) -> int:
-        return max(step.peak(rank, modes, own) for rank, own in enumerate(held))
+        return max(step.peak(rank, stages[rank], modes, own) for rank, own in enumerate(held))
 
     most, least = peak({}), peak(dict.fromkeys(step.costs, "full"))
     points = []
     for level in range(_NUM_BUDGETS + 1):
         budget = most - (most - least) * level // _NUM_BUDGETS
         try:
-            modes = choose_recomputation(step, step.costs.keys(), ("selective", "full"), held, [budget] * len(held))
+            modes = choose_recomputation(
+                plan, step, step.costs.keys(), ("selective", "full"), held, [budget] * len(held)
+            )
         except PlanError:  # others take less, together, than all of them in full
             break
         points.append((peak(modes), step.recomputed_share(modes)))
@@ -202,7 +178,7 @@ def _gain(step: StepMemory, fqn: str, before: Mode, after: Mode) -> float:
 
 
 def _too_much(
-    step: StepMemory,
+    plan: Plan,
     rank: int,
     peak: int,
     held: StaticMemory,
@@ -211,7 +187,6 @@ def _too_much(
     *,
     is_least: bool,
 ) -> MemoryPlanError:
-    plan = step.plan
     states = held.weights + held.gradients + held.optimizer_states
     num = sum(mode != "none" for mode in modes.values())
     at_least = "at least " if is_least else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import workspaces
-from lightning_3d.distributed.mesh import num_sharing
+from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.memory.rank_memory import StaticMemory
 from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.shares import num_shards, num_sharing_of
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.buckets import bucket_bytes_of
@@ -44,84 +46,112 @@ class StateShapes:
                 self.parameters[fqn] = metas[tensor]
 
 
-class PlannedStaticMemory:
-    """The memory that the ranks of a plan hold.
+class StateMemory:
+    """The memory that ranks hold whatever they compute, by where state and blocks lie.
 
     Args:
+        state_places: From `place_state`: by ranks of the pp axis, or by calls of which a stage may be made.
+        block_places: FQN of a block -> the same.
+        tensors: FQN of a block -> how its weights are sharded.
         num_states: Numbers that the optimizer keeps for each parameter.
     """
 
-    def __init__(self, shapes: StateShapes, plan: Plan, config: ThreeDConfig, num_states: int) -> None:
-        self._shapes, self._plan, self._config, self._num_states = shapes, plan, config, num_states
-        zero = config.zero
-        self.num_sharing = num_sharing(plan.shape, zero_stage=zero.stage, shard_size=zero.shard_size)
+    def __init__(
+        self,
+        shapes: StateShapes,
+        state_places: Mapping[str, Collection[int]],
+        block_places: Mapping[str, Collection[int]],
+        tensors: Mapping[str, BlockTensorPlan],
+        config: ThreeDConfig,
+        shape: MeshShape,
+        num_states: int,
+    ) -> None:
+        self._shapes, self._block_places = shapes, block_places
+        self._config, self._shape, self.num_states = config, shape, num_states
+        self.num_sharing = num_sharing_of(config.zero, shape)
         """Ranks that share the training state of a replica's weights."""
         self._tp = {
-            f"{block.fqn}.{weight.fqn}": plan.shape.tp
-            for block in plan.blocks
-            for weight in (() if block.tensor is None else block.tensor.weights)
-            if weight.shard_dim is not None
+            f"{fqn}.{weight}": num for fqn, tensor in tensors.items() for weight, num in num_shards(tensor).items()
         }
+        first = dict[Tensor, str]()  # parameter -> one of its names, which lie at the same places
+        for fqn, parameter in shapes.parameters.items():
+            first.setdefault(parameter, fqn)
+        self._state = [(p, -(-p.numel() // self._tp.get(fqn, 1)), state_places.get(fqn)) for p, fqn in first.items()]
+        """Each parameter, how many elements of it are a rank's own before ZeRO, and where it lies; None: everywhere."""
+        self._buffer_bytes = [(num_bytes, state_places.get(fqn)) for fqn, num_bytes in shapes.buffers.items()]
 
-    def weights(self, pp_rank: int) -> int:
-        """Bytes of the trained weights of a rank of the pp axis, before ZeRO."""
-        return sum(num * parameter.itemsize for parameter, num in self._trained(pp_rank))
-
-    @property
-    def num_trained(self) -> list[int]:
-        """How many parameters each rank of the pp axis trains."""
-        return [len(list(self._trained(rank))) for rank in range(self._plan.shape.pp)]
+    @classmethod
+    def of_plan(cls, shapes: StateShapes, plan: Plan, config: ThreeDConfig, num_states: int) -> StateMemory:
+        """That of the ranks of a plan."""
+        ranks = {block.fqn: plan.ranks_of(block) for block in plan.blocks}
+        return cls(shapes, plan.state_ranks, ranks, plan.tensors, config, plan.shape, num_states)
 
     def of_ranks(self, microbatch: Any, device: torch.device) -> list[StaticMemory]:
         """The memory of each rank of the pp axis, on a device of this kind."""
-        return [self._of_rank(pp_rank, microbatch, device) for pp_rank in range(self._plan.shape.pp)]
+        return [self.at({pp_rank}, microbatch, device) for pp_rank in range(self._shape.pp)]
 
-    def _of_rank(self, pp_rank: int, microbatch: Any, device: torch.device) -> StaticMemory:
-        plan, zero, sharing = self._plan, self._config.zero, self.num_sharing
-        trained = list(self._trained(pp_rank))
+    def at(self, places: Set[int], microbatch: Any, device: torch.device) -> StaticMemory:
+        """That of a rank on which all lies that lies at one of these places."""
+        zero, sharing = self._config.zero, self.num_sharing
+        of_weights = num_sharing_of(zero, self._shape, of_weights=True)
+        present = self._present(places)
+        trained = [(parameter, num) for parameter, num in present if parameter.requires_grad]
         whole = sum(num * p.itemsize for p, num in trained)
         gradients = whole
         if self._config.precision.updates != "direct":
             gradients += sum(num * p.itemsize for p, num in trained if is_half(p))  # they end in fp32
-        states = sum(num * _state_bytes(p, self._num_states, self._config) for p, num in trained)
-        weights = sum(num * p.itemsize for p, num in self._present(pp_rank))
-        buffers = sum(num_bytes for fqn, num_bytes in self._shapes.buffers.items() if plan.holds(pp_rank, fqn))
+        states = sum(num * _state_bytes(p, self.num_states, self._config) for p, num in trained)
+        weights = sum(num * p.itemsize for p, num in present)
+        buffers = sum(n for n, of_state in self._buffer_bytes if of_state is None or not places.isdisjoint(of_state))
         shards = [num * max(p.itemsize, _WIDE) // sharing for p, num in trained]
         return StaticMemory(
-            weights=0 if zero.offload_params != "none" else weights // (sharing if zero.stage == 3 else 1) + buffers,
+            weights=0 if zero.offload_params != "none" else weights // of_weights + buffers,
             gradients=gradients // sharing,
             optimizer_states=0 if zero.offload_optimizer != "none" else states // sharing,
             batch=self._config.num_microbatches * bytes_of(microbatch),
-            communication=self._buffers(pp_rank, whole),
+            communication=self._buffers(places, whole),
             workspaces=workspaces(device),
             # Results between an optimizer's operators: of one parameter on a CPU, else of all, as of `foreach`.
             step=2 * max(shards, default=0) if device.type == "cpu" else sum(shards),
         )
 
-    def _buffers(self, pp_rank: int, whole: int) -> int:
+    @property
+    def gathers_again(self) -> bool:
+        """Whether ZeRO-3 gathers parameters for the backward again."""
+        return not self._config.zero.keeps_gathered(is_microbatched=self._shape.pp > 1)
+
+    @property
+    def weights(self) -> list[int]:
+        """Bytes of the trained weights of each rank of the pp axis, before ZeRO."""
+        ranks = range(self._shape.pp)
+        return [sum(num * parameter.itemsize for parameter, num in self._trained({rank})) for rank in ranks]
+
+    @property
+    def num_trained(self) -> list[int]:
+        """How many parameters each rank of the pp axis trains."""
+        return [len(self._trained({rank})) for rank in range(self._shape.pp)]
+
+    def _buffers(self, places: Set[int], whole: int) -> int:
         """Buffers of collectives over the replicas."""
-        if self._plan.shape.dp == 1:
+        if self._shape.dp == 1:
             return 0
         if self._config.zero.stage < 3:
             size = self._config.zero.bucket_size
             return int(bucket_bytes_of(whole) if size == "auto" else 2**20 * size)
-        units = sorted((self._of_block(block.fqn) for block in self._plan.blocks_on(pp_rank)), reverse=True)
+        present = (fqn for fqn, of_block in self._block_places.items() if not places.isdisjoint(of_block))
+        units = sorted(map(self._of_block, present), reverse=True)
         return 2 * sum(units[:1]) + sum(units[:2])  # two units are whole at once, and gradients of one, twice
 
     def _of_block(self, fqn: str) -> int:
         own = {name: p for name, p in self._shapes.parameters.items() if name.startswith(f"{fqn}.")}
         return sum({p: p.nbytes // self._tp.get(name, 1) for name, p in own.items()}.values())
 
-    def _trained(self, pp_rank: int) -> Iterator[tuple[Tensor, int]]:
-        return ((parameter, num) for parameter, num in self._present(pp_rank) if parameter.requires_grad)
+    def _present(self, places: Set[int]) -> list[tuple[Tensor, int]]:
+        """The parameters at some places, and how many elements of each are a rank's own before ZeRO."""
+        return [(p, num) for p, num, of_state in self._state if of_state is None or not places.isdisjoint(of_state)]
 
-    def _present(self, pp_rank: int) -> Iterator[tuple[Tensor, int]]:
-        """The parameters of a rank, and how many elements of each are its own before ZeRO."""
-        seen = set[Tensor]()
-        for fqn, parameter in self._shapes.parameters.items():
-            if parameter not in seen and self._plan.holds(pp_rank, fqn):
-                seen.add(parameter)
-                yield parameter, -(-parameter.numel() // self._tp.get(fqn, 1))
+    def _trained(self, places: Set[int]) -> list[tuple[Tensor, int]]:
+        return [(parameter, num) for parameter, num in self._present(places) if parameter.requires_grad]
 
 
 def bytes_of(batch: Any) -> int:
@@ -135,13 +165,8 @@ def _state_bytes(parameter: Tensor, num_states: int, config: ThreeDConfig) -> in
     return (num_states + 1) * _WIDE if has_master else num_states * parameter.itemsize
 
 
-def least_held(module: nn.Module, config: ThreeDConfig, num_states: int, *, pieces: int, dp: int, stage: int) -> int:
-    """Bytes of weights, gradients and optimizer states of a rank, where the model is cut into equal pieces.
-
-    Args:
-        stage: Of ZeRO.
-    """
-    weights = sum(parameter.nbytes for parameter in module.parameters())
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    further = sum(p.nbytes + p.numel() * _state_bytes(p, num_states, config) for p in trained)
-    return (weights // (dp if stage == 3 else 1) + further // (dp if stage else 1)) // pieces
+def least_held(module: nn.Module, config: ThreeDConfig, num_states: int, *, shape: MeshShape) -> int:
+    """Bytes of weights, gradients and optimizer states of a rank, where the model is cut into equal pieces."""
+    state = StateMemory(StateShapes(module), {}, {}, {}, config, shape, num_states)
+    held = state.at(frozenset(), None, torch.device("cpu"))
+    return (held.weights + held.gradients + held.optimizer_states) // (shape.pp * shape.tp)

@@ -241,13 +241,13 @@ def search(
     predicted, refused, misfits = dict[Layout, Prediction](), dict[Layout, str](), list[Layout]()
 
     def look_at(layout: Layout) -> None:
-        if (why_not := too_large(layout)) is not None:
-            refused[layout] = why_not
-            return
-        if (less := next((each for each in misfits if layout.takes_more_than(each)), None)) is not None:
-            refused[layout] = f"it takes no less memory than {less}, which does not fit"
-            return
         try:
+            if (why_not := too_large(layout)) is not None:
+                refused[layout] = why_not
+                return
+            if (less := next((each for each in misfits if layout.takes_more_than(each)), None)) is not None:
+                refused[layout] = f"it takes no less memory than {less}, which does not fit"
+                return
             predicted[layout] = predict(layout)
         except ThreeDError as error:
             refused[layout] = str(error)

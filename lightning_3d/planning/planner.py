@@ -1,153 +1,29 @@
-"""Observing a model (its blocks, and the trace of an example step) and deciding its plan from that.
+"""Deciding the plan of a model by pure functions of what was observed of it: no collectives and no process groups.
 
-The model is left as it was, and nothing here communicates.
+Sizes are ints, so a plan for any number of ranks can be made in one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.activations.chosen_blocks import chosen_blocks
+from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.errors import PlanError, ThreeDError, TraceError
-from lightning_3d.model.blocks import find_blocks
-from lightning_3d.planning.inline_mode import is_microbatched
-from lightning_3d.planning.plan import Plan, make_plan
-from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, opened_until_enough, split_blocks
+from lightning_3d.model.blocks import num_parameters
+from lightning_3d.planning.assignment import assign_stages
+from lightning_3d.planning.observer import Observation
+from lightning_3d.planning.plan import BlockPlan, Plan
+from lightning_3d.planning.state_places import find_ties, place_state, used_by_glue
 from lightning_3d.planning.tensor_blocks import plan_blocks
-from lightning_3d.trace.interception import Router, routed
-from lightning_3d.trace.step_tracing import StepTracing, TracedEffects
-from lightning_3d.trace.trace import Trace
-from lightning_3d.trace.world_collectives import world_collectives_refused
-from lightning_3d.waits import Wait, not_told
-
-EffectsOf = Callable[[LightningModule, Router], TracedEffects]
-"""Makes what follows the effects of a module's step while it is traced."""
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
+from lightning_3d.torch_internals.modules import BatchNorm
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExampleStep:
-    """A step of the kind that is about to run."""
-
-    name: str
-    """``"training_step"``, ``"validation_step"``, ..."""
-    microbatch: Any
-    modes: Callable[[], AbstractContextManager[None]]
-    """The autograd and autocast modes of its forward."""
-    rest: Sequence[Any] = (0,)
-    """Its further arguments."""
-    has_data: bool = False
-    """Whether code outside of blocks has the data of all tensors when it runs."""
-    with_simulated_fit_start: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Inside, the module is as the first step finds it, as far as that can be had before."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """A model, its blocks, and what a step does with them."""
-
-    module: LightningModule
-    blocks: Mapping[str, nn.Module]
-    """FQN -> block."""
-    step: ExampleStep
-    trace: Trace | None
-    """None on a mesh whose plan does not depend on it."""
-    inline: str | None = None
-    """Why steps run in inline mode, if they do."""
-
-
-class Observer:
-    """Looks at a model that is not parallel yet. Nothing here communicates.
-
-    Args:
-        step: About to run.
-        device: Where it will run.
-        effects_of: For the traces.
-    """
-
-    def __init__(self, module: LightningModule, step: ExampleStep, device: torch.device, effects_of: EffectsOf) -> None:
-        self._module, self._step, self._device, self._effects_of = module, step, device, effects_of
-        self._notes_storages = False
-
-    def observe(self, config: ThreeDConfig, shape: MeshShape) -> Observation:
-        """Find the coarsest blocks that balance the stages, and trace the step, in inline mode for tensor parallel."""
-        self._notes_storages = config.activations.plans_memory and self._step.name == "training_step"
-        pipeline = config.pipeline
-        blocks = find_blocks(self._module, pipeline.partition)
-        num_stages, imbalance = len(pipeline.stage_ranks(shape.pp)), greatest_imbalance(pipeline.partition)
-        if imbalance is not None and is_microbatched(config, shape):
-            if not is_balanced(blocks, num_stages, imbalance):
-                blocks = split_blocks(self._module, blocks, num_stages, imbalance, self._trace)
-        elif imbalance is not None and num_stages > 1:
-            blocks = opened_until_enough(blocks, num_stages)
-        if shape.tp > 1 or is_microbatched(config, shape):
-            return self.of_blocks(blocks)
-        if self._notes_storages:
-            return self._for_budget(blocks, config.activations)
-        return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
-
-    def _for_budget(self, blocks: Mapping[str, nn.Module], config: ActivationsConfig) -> Observation:
-        """Trace a step that nothing but a budget of memory needs."""
-        try:
-            return self.of_blocks(blocks)
-        except Exception as error:
-            raise PlanError(
-                f"activations.budget={config.budget!r} is planned by a trace of {self._step.name}, which failed:"
-                f" {type(error).__name__}: {error}. It may run where it is not traced: leave out activations.budget and"
-                " recompute='auto'; activations.recompute='full' saves memory without either."
-            ) from error
-
-    def of_blocks(self, blocks: Mapping[str, nn.Module]) -> Observation:
-        """Trace the step with the given blocks."""
-        return Observation(module=self._module, blocks=blocks, step=self._step, trace=self._trace(blocks))
-
-    def _trace(self, blocks: Mapping[str, nn.Module]) -> Trace:
-        """Trace the step; where it fails without what comes before it, after a rehearsal of that."""
-        try:
-            return self._traced(blocks, rehearses=False)
-        except ThreeDError:
-            raise
-        except Exception as error:
-            try:
-                return self._traced(blocks, rehearses=True)
-            except ThreeDError:
-                raise
-            except Exception as other:
-                if (type(other), str(other)) == (type(error), str(error)):  # the step's own
-                    raise error from None
-                error.add_note(
-                    f"{self._step.name} was called before training, to plan, and again with optimizers and after the"
-                    f" hooks that come before it: {type(other).__name__}: {other}"
-                )
-                raise error from other
-
-    def _traced(self, blocks: Mapping[str, nn.Module], *, rehearses: bool, with_data: bool = False) -> Trace:
-        step = self._step
-        before = step.with_simulated_fit_start() if rehearses else nullcontext()
-        refused = nullcontext() if step.has_data else world_collectives_refused()
-        try:
-            with torch.compiler.set_stance("force_eager"), step.modes(), routed(blocks) as router, before, refused:
-                tracing = StepTracing(self._module, router, self._effects_of(self._module, router), self._device)
-                notes = self._notes_storages
-                return tracing(step.name, step.microbatch, step.rest, with_data=with_data, notes_storages=notes)
-        except TraceError as error:
-            if not (error.lacks_data and step.has_data):
-                raise
-        return self._traced(blocks, rehearses=rehearses, with_data=True)
-
-
-def decide(
-    observed: Observation, config: ThreeDConfig, shape: MeshShape, device: torch.device, wait: Wait = not_told
-) -> Plan:
-    """Assign blocks to stages and shard their weights.
+def decide(observed: Observation, config: ThreeDConfig, shape: MeshShape, device: torch.device) -> Plan:
+    """Shard the weights of blocks, and assign blocks to stages by what they take then.
 
     Args:
         device: Where blocks will run.
@@ -155,10 +31,48 @@ def decide(
     Raises:
         PlanError: no layout of this model fits the mesh.
     """
-    with observed.step.modes():
-        plan = make_plan(
-            observed.module, observed.blocks, observed.trace, config, shape, device, inline=observed.inline
-        )
-    if observed.trace is None or shape.tp == 1:
-        return plan
-    return plan_blocks(plan, observed.module, observed.blocks, observed.trace, config.tensor, wait)
+    module, blocks, trace = observed.module, observed.blocks, observed.trace
+    tensors = dict[str, BlockTensorPlan]()
+    if trace is not None and shape.tp > 1:
+        tensors = plan_blocks(module, blocks, trace, config.tensor, shape.tp)
+    stage_ranks = config.pipeline.stage_ranks(shape.pp)
+    assignment = assign_stages(observed, tensors, config, shape, device)
+    stages = assignment.stages_of_calls
+    order = sorted(blocks, key=lambda fqn: stages[fqn][0])
+    activations = config.activations
+    mode: Mode = "none" if activations.recompute == "auto" else activations.recompute
+    chosen = chosen_blocks({fqn: blocks[fqn] for fqn in order}, activations)
+    ranks = {fqn: {stage_ranks[stage] for stage in of_calls} for fqn, of_calls in stages.items()}
+    return Plan(
+        shape=shape,
+        zero_stage=config.zero.stage,
+        schedule=config.pipeline.schedule,
+        num_microbatches=config.num_microbatches,
+        loss=config.pipeline.loss,
+        blocks=tuple(
+            BlockPlan(
+                fqn=fqn,
+                kind=type(blocks[fqn]).__name__,
+                num_parameters=num_parameters(blocks[fqn]),
+                stages=stages[fqn],
+                tensor=tensors.get(fqn),
+                recompute=mode if fqn in chosen else "none",
+                is_offloaded=activations.offload and fqn in chosen,
+            )
+            for fqn in order
+        ),
+        stages=assignment.stages,
+        load_unit=assignment.unit,
+        stage_ranks=stage_ranks,
+        state_ranks=place_state(module, blocks, ranks, trace if observed.inline is None else None, range(shape.pp)),
+        ties=find_ties(module),
+        used_by_glue=used_by_glue(trace),
+        inline=observed.inline,
+        has_side_effects=trace is not None and trace.has_side_effects,
+        batch_norms=tuple(fqn for fqn, inner in module.named_modules() if _normalises_alone(inner)),
+    )
+
+
+def _normalises_alone(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm that is trained, without communication."""
+    return isinstance(module, BatchNorm) and module.training and not isinstance(module, nn.SyncBatchNorm)

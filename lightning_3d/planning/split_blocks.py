@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from torch import nn
 
-from lightning_3d.model.blocks import inner_blocks, tied_groups
+from lightning_3d.model.blocks import inner_blocks, num_parameters, tied_groups
 from lightning_3d.model.kinds import kind_of
-from lightning_3d.planning.loads import num_parameters
 from lightning_3d.planning.partition import additive, least_greatest_load
 from lightning_3d.trace.trace import Trace
 

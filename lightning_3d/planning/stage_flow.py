@@ -5,7 +5,7 @@ Pure: a function of the trace and the assignment alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_3d.errors import PlanError, TraceError
@@ -45,6 +45,7 @@ def cut(
     *,
     with_tail: bool = False,
     heads: Collection[str] = (),
+    is_run: bool = True,
 ) -> StageFlow:
     """Give every call its stage and find what crosses.
 
@@ -55,6 +56,7 @@ def cut(
         stages_of_calls: Block FQN -> stage of its first call, its second, ...; further calls stay on the last one.
         with_tail: Whether glue that no block depends on is a stage of its own, after the others.
         heads: FQNs of blocks that count as glue there.
+        is_run: Whether stages will run so; else what could not cross is let pass.
 
     Raises:
         PlanError: a block reads a tensor of a later stage.
@@ -70,7 +72,7 @@ def cut(
     num_stages += with_tail
     for position, call in enumerate(trace.calls):
         earliest = num_stages - 1 if position in tail else max((made[i] for i in call.inputs), default=0)
-        stage = _stage_of_call(call, stages_of_calls) if call.is_block and position not in tail else earliest
+        stage = stage_of_call(call, stages_of_calls) if call.is_block and position not in tail else earliest
         if stage < earliest:
             raise PlanError(
                 f"Block {call.name} (called at {call.where}) is on pipeline stage {stage} but reads a tensor of stage"
@@ -78,8 +80,9 @@ def cut(
                 " with pipeline.partition='type:REGEX', or use fewer stages."
             )
         call_stages.append(stage)
-        _check_inputs(call, stale, elsewhere)
-        if any(made[i] != stage for i in call.mutually_aliased):
+        if is_run:
+            _check_inputs(call, stale, elsewhere)
+        if is_run and any(made[i] != stage for i in call.mutually_aliased):
             raise _entangled(call)
         for i in call.inputs:
             used[i] = max(used.get(i, 0), stage)
@@ -89,11 +92,39 @@ def cut(
         if len(received) > 1:  # else what shares memory was made here, from the one that was received
             stale |= {new: call for old, new in call.aliased.items() if old in received}
     for i in trace.returned:
-        if i in stale and trace.stopped_by is None:
+        if i in stale and trace.stopped_by is None and is_run:
             raise _stale("What the step returns or logs", stale[i])
         used[i] = num_stages - 1
     crossings = tuple(tuple(sorted(i for i in made if made[i] <= k < used.get(i, -1))) for k in range(num_stages - 1))
     return StageFlow(trace=trace, num_stages=num_stages, call_stages=tuple(call_stages), crossings=crossings)
+
+
+def cut_at_calls(trace: Trace) -> StageFlow:
+    """As if each call of a block, with the glue after it, were a stage: any stage is some of these in a row."""
+    num_calls = len(trace.block_calls)
+    return cut(trace, stages_by_block((), trace, range(num_calls)), max(num_calls, 1), is_run=False)
+
+
+def stages_by_block(blocks: Iterable[str], trace: Trace, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Block FQN -> stages of its calls, given the stage of every call of a block; a block that the step never calls
+    stays with the one defined before it.
+
+    Args:
+        blocks: FQNs in the order of their definition.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for call, stage in zip(trace.block_calls, stages, strict=True):
+        found[call.name] = (*found.get(call.name, ()), stage)
+    previous: tuple[int, ...] = (0,)
+    for fqn in blocks:
+        previous = found.setdefault(fqn, previous[-1:])
+    return found
+
+
+def stage_of_call(call: TracedCall, stages_of_calls: Mapping[str, tuple[int, ...]]) -> int:
+    """The stage that runs a block's call."""
+    stages = stages_of_calls[call.name]
+    return stages[min(call.call_index, len(stages) - 1)]
 
 
 def _tail(trace: Trace, heads: Collection[str]) -> frozenset[int]:
@@ -134,8 +165,3 @@ def _entangled(call: TracedCall) -> TraceError:
         " gets, but they are made on an earlier pipeline stage, from which each is sent by itself. Make the change out"
         " of place (x = x + y instead of x += y), or give the call a clone() of one of them."
     )
-
-
-def _stage_of_call(call: TracedCall, stages_of_calls: Mapping[str, tuple[int, ...]]) -> int:
-    stages = stages_of_calls[call.name]
-    return stages[min(call.call_index, len(stages) - 1)]

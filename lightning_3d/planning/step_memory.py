@@ -14,17 +14,23 @@ from lightning_3d.activations.partitioned_inputs import is_cut
 from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.machine import Work
-from lightning_3d.memory.block_cost import BlockCost, block_costs
+from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.memory.block_cost import FLOPS_PER_BYTE, BlockCost, block_costs
 from lightning_3d.memory.rank_memory import StaticMemory
+from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Computation, schedule_order
-from lightning_3d.planning.stage_flow import cut
+from lightning_3d.planning.shares import num_shards, num_sharing_of
+from lightning_3d.planning.stage_flow import StageFlow, cut_at_calls, stage_of_call
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.chunked_loss import chunk_length
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.output_uses import LOG, LOSS, LOSS_OF_LOG
 from lightning_3d.trace.storages import CallStorages, StepStorages
 from lightning_3d.trace.trace import Trace
+
+Calls = tuple[int, ...]
+"""The calls of blocks that a stage makes, by their numbers in the trace, ascending."""
 
 _WIDE = 4  # bytes of a number of fp32, in which gradients of weights add up
 
@@ -41,6 +47,16 @@ class _CallMemory:
     """Peak of its forward."""
     backward: int = 0
     """Peak of its backward above what is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FusedLoss:
+    """A head that runs with its loss."""
+
+    calls: Mapping[int, _CallMemory]
+    """Position of a call from the head to its loss -> what it takes."""
+    absent: frozenset[int]
+    """Storages that never exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,65 +83,84 @@ class StageMemory:
 
 
 class StepMemory:
-    """The memory of a training step of a plan, but for what ranks hold anyway.
+    """The memory of a training step, but for what ranks hold anyway: of a plan's stages, and of those that it may have.
+
+    A stage is given by its calls of blocks, numbered as in the trace. What glue follows a call goes with it.
 
     Args:
-        blocks: FQN -> block.
-        trace: Of one microbatch, with its storages.
+        observed: With a trace of one microbatch and its storages.
+        tensors: Block FQN -> how its weights are sharded over tp, or why they are not.
         device: Where it would run.
-        accumulates: Whether gradients wait for further steps.
-        num_sharing: Ranks that share the training state of a replica's weights.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        blocks: Mapping[str, nn.Module],
-        trace: Trace,
-        device: torch.device,
+        observed: Observation,
+        tensors: Mapping[str, BlockTensorPlan],
         config: ThreeDConfig,
-        *,
-        accumulates: bool,
-        num_sharing: int,
+        shape: MeshShape,
+        device: torch.device,
     ) -> None:
+        trace, blocks = observed.trace, observed.blocks
+        assert trace is not None
         assert trace.storages is not None, "the trace notes its memory"
-        self.plan, self._accumulates = plan, accumulates
-        self._is_unsplit, self._cuts_inputs = config.compile.enabled, config.activations.partition
-        self._flow, self._storages = cut(trace, plan.stages_of_calls, plan.num_stages), trace.storages
-        tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}
+        tensors = {fqn: tensor for fqn, tensor in tensors.items() if tensor.is_sharded}
+        self._config, self._shape, self._accumulates = config, shape, observed.step.accumulates
+        self._ranks = config.pipeline.stage_ranks(shape.pp)
+        # Where the loss is the whole batch's, no backward begins before all forwards have run.
+        schedule = "gpipe" if config.pipeline.loss == "whole" else config.pipeline.schedule
+        self._orders = schedule_order(schedule, self._ranks, config.num_microbatches)
+        self._trace, self._storages, self._flow = trace, trace.storages, cut_at_calls(trace)
+        self._positions: dict[int, list[int]] = {}  # number of a call of a block -> in the trace, with its glue
+        for position, number in enumerate(self._flow.call_stages):
+            self._positions.setdefault(number, []).append(position)
         self._cut_along_sequence = {fqn for fqn, tensor in tensors.items() if tensor.is_sequence_parallel}
-        measured = block_costs(blocks, trace, device, tensors)
+        with observed.step.modes():
+            measured = block_costs(blocks, trace, device, tensors)
+        self.is_measured = all(cost is not None for cost in measured.values())
+        """Whether no block needs data to be measured; what those that do take is estimated."""
         self.costs: dict[str, BlockCost] = {}
         """Block FQN -> what a call takes."""
         self._gradients: dict[str, int] = {}  # block FQN -> bytes of its weights' gradients on a rank
-        # Position of the call of a head that may run with its loss -> its number of classes on a rank.
-        self._heads: dict[int, int] = {}
+        # Position of the call of a head that may run with its loss -> what it takes then.
+        self._fused: dict[int, _FusedLoss] = {}
         self._stages: dict[object, StageMemory] = {}
+        self._calls: dict[tuple[int, Mode], _CallMemory] = {}
         for position, call in enumerate(trace.calls):
             if not call.is_block:
                 continue
             block, tensor = blocks[call.name], tensors.get(call.name)
             self.costs[call.name] = measured[call.name] or _estimated(trace.storages.of_calls[position], trace.storages)
-            self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), plan, num_sharing)
+            self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), config, shape)
             if config.activations.fused_loss == "auto" and type(block) is nn.Linear:
-                self._heads[position] = block.out_features // (1 if tensor is None else tensor.size)
+                num_classes = block.out_features // (1 if tensor is None else tensor.size)
+                if (fused := _fused_loss(position, num_classes, trace, trace.storages)) is not None:
+                    self._fused[position] = fused
 
-    def peak(self, rank: int, modes: Mapping[str, Mode], held: StaticMemory) -> int:
+    def stages_on(self, plan: Plan, rank: int) -> dict[int, Calls]:
+        """The stages that a rank of the pp axis runs in a plan -> their calls."""
+        of_calls = [stage_of_call(call, plan.stages_of_calls) for call in self._trace.block_calls]
+        return {s: tuple(i for i, of_call in enumerate(of_calls) if of_call == s) for s in plan.stages_on(rank)}
+
+    def peak(self, rank: int, calls: Mapping[int, Calls], modes: Mapping[str, Mode], held: StaticMemory) -> int:
         """Bytes at most.
 
         Args:
             rank: Index on the pp axis.
+            calls: Of stages on this rank, as if it ran no other.
             modes: Block FQN -> how it is recomputed; those that are missing are not.
             held: What the rank holds anyway.
         """
-        plan = self.plan
-        stages = {number: self._stage(number, modes) for number in plan.stages_on(rank)}
-        recomputing = {s for block in plan.blocks if modes.get(block.fqn, "none") != "none" for s in block.stages}
-        # Where the loss is the whole batch's, no backward begins before all forwards have run.
-        schedule = "gpipe" if plan.loss == "whole" else plan.schedule
-        order = schedule_order(schedule, plan.stage_ranks, plan.num_microbatches)[rank]
-        activations = self._peak_of(order, stages, held.gradients, set(stages) if self._is_unsplit else recomputing)
-        buffers = plan.num_microbatches * sum(stage.received for stage in stages.values())
+        stages = {stage: self._stage(stage, own, modes) for stage, own in calls.items()}
+        is_whole = self._config.compile.enabled
+        recomputing = {
+            stage
+            for stage, own in calls.items()
+            if is_whole or any(modes.get(self._trace.block_calls[i].name, "none") != "none" for i in own)
+        }
+        order = [each for each in self._orders[rank] if each.stage in stages]
+        activations = self._peak_of(order, stages, held.gradients, recomputing)
+        buffers = self._config.num_microbatches * sum(stage.received for stage in stages.values())
         activations += sum(stage.casts for stage in stages.values())
         return held.always + buffers + max(activations, held.gradients + held.step)
 
@@ -143,7 +178,7 @@ class StepMemory:
             unsplit: Stages whose backward stays in one piece.
         """
         # Without a pipeline, a step's gradients are freed between the next one's forward and backward.
-        are_freed = self.plan.num_stages == 1 and not self._accumulates
+        are_freed = len(self._ranks) == 1 and not self._accumulates
         with_gradients = set(stages) if self._accumulates else set[int]()
         now, alive, peak = gradients if are_freed or self._accumulates else 0, 0, 0
         for kind, stage, _ in order:
@@ -168,7 +203,7 @@ class StepMemory:
 
     def kept(self, fqn: str, mode: Mode) -> int:
         """Bytes that a block's calls keep of one microbatch."""
-        calls = [self._of_block(i, mode) for i in self._calls_of(fqn)]
+        calls = [self._call(i, mode) for i in self._calls_of(fqn)]
         return sum(self._storages.num_bytes(call.storages) + call.inside for call in calls)
 
     def recomputation(self, fqn: str, mode: Mode) -> int:
@@ -180,58 +215,73 @@ class StepMemory:
         recomputed = sum(self.recomputation(fqn, mode) for fqn, mode in modes.items())
         return recomputed / max(sum(len(self._calls_of(fqn)) * cost.time for fqn, cost in self.costs.items()), 1)
 
-    def work(self, stage: int, modes: Mapping[str, Mode]) -> Work:
-        """The forward and the backward of a microbatch on a rank of a stage."""
-        trace, total = self._flow.trace, Work()
-        for call, of_call in zip(trace.calls, self._flow.call_stages, strict=True):
-            if of_call != stage:
-                continue
+    def work(self, calls: Calls, modes: Mapping[str, Mode]) -> Work:
+        """The forward and the backward of a microbatch of a stage on a rank."""
+        total = Work()
+        for call in (self._trace.calls[i] for number in calls for i in self._positions.get(number, ())):
             if call.is_block:
                 cost = self.costs[call.name]
                 again = cost.recomputation(modes.get(call.name, "none")) / max(cost.time, 1)
                 total += cost.work.times(1 + again)
             else:  # its forward writes its results, its backward as much
-                total += Work(written=2 * _size(trace.tensors[i] for i in call.outputs), calls=2)
+                total += Work(written=2 * _size(self._trace.tensors[i] for i in call.outputs), calls=2)
         return total
 
+    @property
+    def operations(self) -> list[int]:
+        """Of each call of a block and the glue that follows it, in operations of a rank."""
+        works = [self.work((number,), {}) for number in range(len(self._trace.block_calls))]
+        return [int(work.flops + FLOPS_PER_BYTE * work.written) for work in works]
+
     def _calls_of(self, fqn: str) -> list[int]:
-        return [i for i, call in enumerate(self._flow.trace.calls) if call.is_block and call.name == fqn]
+        return [i for i, call in enumerate(self._trace.calls) if call.is_block and call.name == fqn]
 
-    def _stage(self, stage: int, modes: Mapping[str, Mode]) -> StageMemory:
-        own = tuple(sorted((fqn, mode) for fqn, mode in modes.items() if stage in self.plan.stages_of_calls[fqn]))
-        if (stage, own) not in self._stages:
-            self._stages[stage, own] = self._add_up(stage, modes)
-        return self._stages[stage, own]
+    def _stage(self, stage: int, calls: Calls, modes: Mapping[str, Mode]) -> StageMemory:
+        ranks = self._ranks
+        gets = stage > 0 and ranks[stage - 1] != ranks[stage]
+        gives = stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]
+        names = (self._trace.block_calls[number].name for number in calls)
+        key = calls, gets, gives, tuple(modes.get(name, "none") for name in names)
+        if key not in self._stages:
+            self._stages[key] = self._add_up(calls, modes, gets=gets, gives=gives)
+        return self._stages[key]
 
-    def _add_up(self, stage: int, modes: Mapping[str, Mode]) -> StageMemory:
-        flow, storages, ranks = self._flow, self._storages, self.plan.stage_ranks
-        fused, absent = self._fused_losses(modes)
-        positions = [i for i, of_call in enumerate(flow.call_stages) if of_call == stage]
-        calls = [fused[i] if i in fused else self._call(i, modes) for i in positions]
-        received, sent = flow.received(stage), flow.sent(stage)
+    def _add_up(self, calls: Calls, modes: Mapping[str, Mode], *, gets: bool, gives: bool) -> StageMemory:
+        """The memory of a stage.
+
+        Args:
+            gets: Whether what it receives comes from another rank.
+            gives: Whether what it sends goes to one.
+        """
+        flow, storages = self._flow, self._storages
+        positions = [i for number in calls for i in self._positions[number]]
+        fused, absent = self._fused_losses(positions, modes)
+        costs = [fused[i] if i in fused else self._call(i, self._mode(i, modes)) for i in positions]
+        received = _crossing(flow, {number - 1 for number in calls} - {*calls})
+        sent = _crossing(flow, {number for number in calls if number + 1 not in calls})
         here = kept = self._storages_of(received) | absent
         forward = total = 0
         sizes = []
-        for position, call in zip(positions, calls, strict=True):
+        for position, call in zip(positions, costs, strict=True):
             waiting = storages.num_bytes(storages.of_calls[position].inputs - kept)
             forward = max(forward, total + waiting + call.forward)
             sizes.append(storages.num_bytes(call.storages - kept) + call.inside)
             kept |= call.storages
             total += sizes[-1]
-        gets = stage > 0 and ranks[stage - 1] != ranks[stage]
-        gives = stage + 1 < flow.num_stages and ranks[stage + 1] != ranks[stage]
         if gives:  # what stays on this rank lies in the next stage's buffers
             total += storages.num_bytes(self._storages_of(sent) - kept - here)
+        last = {self._trace.calls[i].name: i for i in positions if self._trace.calls[i].is_block}
         alive, gradients, backward, first = total, 0, 0, 0
-        for position, call, size in reversed(list(zip(positions, calls, sizes, strict=True))):
+        for position, call, size in reversed(list(zip(positions, costs, sizes, strict=True))):
             backward, first = max(backward, alive + call.backward), max(first, alive + gradients + call.backward)
             alive -= size
-            if position == max(self._calls_of(flow.trace.calls[position].name), default=-1):
-                gradients += self._gradients[flow.trace.calls[position].name]
+            name = self._trace.calls[position].name
+            if position == last.get(name):
+                gradients += self._gradients[name]
                 first = max(first, alive + gradients)
         given, returned = gives * _size(flow.metas(sent)), gets * _size_of_gradients(flow.metas(received))
-        blocks = [flow.trace.calls[i].name for i in positions if flow.trace.calls[i].is_block]
-        schedule = self.plan.schedule
+        blocks = [self._trace.block_calls[number].name for number in calls]
+        schedule = self._config.pipeline.schedule
         return StageMemory(
             forward=forward,
             kept=total,
@@ -249,10 +299,18 @@ class StepMemory:
         of_tensors = self._storages.of_tensors
         return frozenset(of_tensors[i] for i in tensors if i in of_tensors)
 
-    def _call(self, position: int, modes: Mapping[str, Mode]) -> _CallMemory:
-        call, own = self._flow.trace.calls[position], self._storages.of_calls[position]
-        if call.is_block:
-            return self._of_block(position, modes.get(call.name, "none"))
+    def _mode(self, position: int, modes: Mapping[str, Mode]) -> Mode:
+        call = self._trace.calls[position]
+        return modes.get(call.name, "none") if call.is_block else "none"
+
+    def _call(self, position: int, mode: Mode) -> _CallMemory:
+        if (position, mode) not in self._calls:
+            is_block = self._trace.calls[position].is_block
+            self._calls[position, mode] = self._of_block(position, mode) if is_block else self._of_glue(position)
+        return self._calls[position, mode]
+
+    def _of_glue(self, position: int) -> _CallMemory:
+        own = self._storages.of_calls[position]
         made = self._storages.num_bytes(own.outputs - own.inputs)
         if not made:  # a view
             return _CallMemory(storages=own.saved)
@@ -263,7 +321,7 @@ class StepMemory:
         )
 
     def _of_block(self, position: int, mode: Mode) -> _CallMemory:
-        call, own = self._flow.trace.calls[position], self._storages.of_calls[position]
+        call, own = self._trace.calls[position], self._storages.of_calls[position]
         cost = self.costs[call.name]
         inside = cost.kept(mode)
         if mode == "none":
@@ -271,9 +329,9 @@ class StepMemory:
             if call.name in self._cut_along_sequence:  # keeps a slice of its first input, which is inside
                 storages -= self._storages_of(call.inputs[:1])
             return _CallMemory(storages=storages, inside=inside, forward=cost.forward, backward=cost.backward)
-        tp, cut_ = self.plan.shape.tp, frozenset[int]()
-        if self._cuts_inputs and tp > 1:
-            metas = {i: self._flow.trace.tensors[i] for i in call.inputs}
+        tp, cut_ = self._shape.tp, frozenset[int]()
+        if self._config.activations.partition and tp > 1:
+            metas = {i: self._trace.tensors[i] for i in call.inputs}
             cut_ = self._storages_of(i for i, m in metas.items() if is_cut(m.shape, tp, requires_grad=m.requires_grad))
         whole = self._storages.num_bytes(cut_)
         return _CallMemory(
@@ -283,35 +341,43 @@ class StepMemory:
             backward=max(whole + max(cost.saved - inside, 0) + cost.backward, cost.forward_alone),
         )
 
-    def _fused_losses(self, modes: Mapping[str, Mode]) -> tuple[dict[int, _CallMemory], frozenset[int]]:
-        """Heads whose logits go to a cross entropy and nowhere else, as they run with it in chunks of rows.
-
-        Returns:
-            Position of a call from the head to its loss -> what it takes, and the storages that never exist.
+    def _fused_losses(
+        self, positions: Collection[int], modes: Mapping[str, Mode]
+    ) -> tuple[dict[int, _CallMemory], frozenset[int]]:
+        """Of the heads among some calls: position of a call from a head to its loss -> what it takes, and the storages
+        that never exist. Recomputation leaves a head alone.
         """
-        trace, storages = self._flow.trace, self._storages
-        fused, absent = dict[int, _CallMemory](), frozenset[int]()
-        for head, num_classes in self._heads.items():
-            if modes.get(trace.calls[head].name, "none") != "none":
-                continue  # which leaves a head alone
-            if (way := _way_to_loss(head, trace, storages)) is None:
-                continue
-            loss, made = way
-            meta = trace.tensors[trace.calls[head].outputs[0]]
-            num_rows = meta.num_bytes // meta.dtype.itemsize // num_classes
-            inputs = storages.of_calls[head].inputs
-            rows = storages.num_bytes(inputs)
-            weight = num_classes * (rows // max(num_rows, 1) // meta.dtype.itemsize) * _WIDE
-            chunk = min(chunk_length(num_rows, num_classes, meta.device.type), num_rows) * num_classes * _WIDE
-            between = {i: _CallMemory(storages=storages.of_calls[i].saved - made) for i in range(head, loss)}
-            # Its forward makes the gradients of rows and of the weight, which wait for the backward.
-            fused |= between | {
-                loss: _CallMemory(
-                    storages=inputs, inside=rows + weight, forward=3 * chunk + weight + rows, backward=weight
-                )
-            }
-            absent |= made
-        return fused, absent
+        run = [loss for head, loss in self._fused.items() if head in positions and self._mode(head, modes) == "none"]
+        calls = {position: call for loss in run for position, call in loss.calls.items()}
+        return calls, frozenset[int]().union(*(loss.absent for loss in run))
+
+
+def _crossing(flow: StageFlow, boundaries: Collection[int]) -> tuple[int, ...]:
+    """Ids of the tensors that cross any of these boundaries."""
+    crossings = (flow.crossings[i] for i in boundaries if 0 <= i < len(flow.crossings))
+    return tuple(sorted({number for ids in crossings for number in ids}))
+
+
+def _fused_loss(head: int, num_classes: int, trace: Trace, storages: StepStorages) -> _FusedLoss | None:
+    """A head whose logits go to a cross entropy and nowhere else, as it runs with it in chunks of rows.
+
+    Args:
+        head: Position of its call.
+        num_classes: On a rank.
+    """
+    if (way := _way_to_loss(head, trace, storages)) is None:
+        return None
+    loss, made = way
+    meta = trace.tensors[trace.calls[head].outputs[0]]
+    num_rows = meta.num_bytes // meta.dtype.itemsize // num_classes
+    inputs = storages.of_calls[head].inputs
+    rows = storages.num_bytes(inputs)
+    weight = num_classes * (rows // max(num_rows, 1) // meta.dtype.itemsize) * _WIDE
+    chunk = min(chunk_length(num_rows, num_classes, meta.device.type), num_rows) * num_classes * _WIDE
+    calls = {i: _CallMemory(storages=storages.of_calls[i].saved - made) for i in range(head, loss)}
+    # Its forward makes the gradients of rows and of the weight, which wait for the backward.
+    calls[loss] = _CallMemory(storages=inputs, inside=rows + weight, forward=3 * chunk + weight + rows, backward=weight)
+    return _FusedLoss(calls=calls, absent=made)
 
 
 def _way_to_loss(head: int, trace: Trace, storages: StepStorages) -> tuple[int, frozenset[int]] | None:
@@ -342,18 +408,18 @@ def _size_of_gradients(metas: Iterable[TensorMeta]) -> int:
 
 def _bytes_of_gradients(block: nn.Module, tensor: BlockTensorPlan | None) -> int:
     """On one rank of the tensor axis."""
-    sharded = {} if tensor is None else {w.fqn: tensor.size for w in tensor.weights if w.shard_dim is not None}
-    return sum(p.nbytes // sharded.get(fqn, 1) for fqn, p in block.named_parameters() if p.requires_grad)
+    shards = num_shards(tensor)
+    return sum(p.nbytes // shards.get(fqn, 1) for fqn, p in block.named_parameters() if p.requires_grad)
 
 
-def _waiting(gradients: int, plan: Plan, num_sharing: int) -> int:
+def _waiting(gradients: int, config: ThreeDConfig, shape: MeshShape) -> int:
     """Bytes of a block's gradients between its backward and the end of that of all."""
-    if plan.shape.dp == 1 or plan.zero_stage == 0:
+    if shape.dp == 1 or config.zero.stage == 0:
         return gradients
-    if plan.zero_stage < 3:  # whole in buckets, what a collective gives, and the gradients that come of it
-        return gradients + 2 * gradients // plan.shape.dp
+    if config.zero.stage < 3:  # whole in buckets, what a collective gives, and the gradients that come of it
+        return gradients + 2 * gradients // shape.dp
     # FSDP2 reduces those of a unit when its backward has run; with a pipeline after that of all microbatches.
-    return gradients // num_sharing if plan.shape.pp == 1 else gradients
+    return gradients // num_sharing_of(config.zero, shape) if shape.pp == 1 else gradients
 
 
 def _estimated(own: CallStorages, storages: StepStorages) -> BlockCost:

@@ -8,10 +8,10 @@ optimizer   reads and writes weights, gradients and states
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_3d.distributed.machine import Machine, Work
+from lightning_3d.planning.held import StateMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.planning.timing import makespan, sent_by_replicas
@@ -39,36 +39,17 @@ class StepSeconds:
         return self.computing + self.reducing + self.stepping
 
     @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        step: StepMemory,
-        machine: Machine,
-        *,
-        weights: Sequence[int],
-        num_parameters: Sequence[int],
-        num_sharing: int,
-        num_states: int,
-        gathers_again: bool,
-    ) -> StepSeconds:
-        """Predict it.
-
-        Args:
-            weights: Bytes of the trained weights of each rank of the pp axis, before ZeRO.
-            num_parameters: How many parameters these are.
-            num_sharing: Ranks that share them.
-            num_states: Numbers that the optimizer keeps for each parameter.
-            gathers_again: Whether ZeRO-3 gathers parameters for the backward again.
-        """
+    def of(cls, plan: Plan, step: StepMemory, state: StateMemory, machine: Machine) -> StepSeconds:
+        """Predict it."""
         times = [_stage_seconds(plan, step, machine, stage) for stage in range(plan.num_stages)]
-        computing, most = times[0], max(weights)
+        computing, most = times[0], max(state.weights)
         if plan.shape.pp > 1:
             computing, _ = makespan(plan.schedule, plan.stage_ranks, plan.num_microbatches, times)
-        reducing = _reducing(plan, machine, most, num_sharing, gathers_again=gathers_again)
+        reducing = _reducing(plan, state, machine)
         if machine.overlaps:  # with the backward, but for the last bucket
             reducing = max(reducing - computing * 2 / 3, reducing / _num_buckets(most))
-        calls = 0 if machine.overlaps else max(num_parameters) * _CALLS_OF_OPTIMIZER
-        written = (2 + num_states) * most / num_sharing  # weights, states and what lies between
+        calls = 0 if machine.overlaps else max(state.num_trained) * _CALLS_OF_OPTIMIZER
+        written = (2 + state.num_states) * most / state.num_sharing  # weights, states and what lies between
         stepping = machine.seconds(Work(written=written, calls=calls))
         return cls(computing=computing, reducing=reducing, stepping=stepping)
 
@@ -76,7 +57,8 @@ class StepSeconds:
 def _stage_seconds(plan: Plan, step: StepMemory, machine: Machine, stage: int) -> float:
     """The time of one microbatch on a rank."""
     shape, blocks = plan.shape, plan.blocks_of(stage)
-    work, seconds = step.work(stage, {block.fqn: block.recompute for block in blocks}), 0.0
+    calls, modes = step.stages_on(plan, plan.stage_ranks[stage])[stage], {b.fqn: b.recompute for b in blocks}
+    work, seconds = step.work(calls, modes), 0.0
     if shape.pp > 1:
         work += Work(calls=_CALLS_OF_STAGE)
         sent, send = plan.stages[stage], machine.network(shape.world_size)["send"]
@@ -90,12 +72,11 @@ def _stage_seconds(plan: Plan, step: StepMemory, machine: Machine, stage: int) -
     return machine.seconds(work) + seconds
 
 
-def _reducing(plan: Plan, machine: Machine, weights: int, num_sharing: int, *, gathers_again: bool) -> float:
+def _reducing(plan: Plan, state: StateMemory, machine: Machine) -> float:
     """Seconds in which replicas reduce gradients, and gather what they share."""
     links = machine.network(plan.shape.tp * plan.shape.dp)
-    number = len(plan.blocks) if plan.zero_stage == 3 else _num_buckets(weights)
-    sent = sent_by_replicas(plan, weights, num_sharing=num_sharing, gathers_again=gathers_again)
-    return sum(links[kind].seconds(num_bytes, number) for kind, num_bytes in sent)
+    number = len(plan.blocks) if plan.zero_stage == 3 else _num_buckets(max(state.weights))
+    return sum(links[kind].seconds(num_bytes, number) for kind, num_bytes in sent_by_replicas(plan, state))
 
 
 def _num_buckets(weights: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_3d.memory.rank_memory import StaticMemory, size_text
 from lightning_3d.planning.inline_mode import inline_text, loss_text
-from lightning_3d.planning.plan import Plan, folded
+from lightning_3d.planning.plan import Plan, batch_norms_text, folded, ranks_text
 
 _SHARDED = {
     1: "optimizer states are",
@@ -48,7 +48,7 @@ def _stages(plan: Plan) -> list[str]:
         more = f" and {len(blocks) - _MOST_BLOCKS} more" if len(blocks) > _MOST_BLOCKS else ""
         num_parameters = sum(block.num_parameters for block in plan.blocks_of(stage))
         names = ", ".join(blocks[:_MOST_BLOCKS])
-        lines.append(f"stage {stage} on {plan.ranks_text(stage)}: {names}{more}, {num_parameters:,} parameters")
+        lines.append(f"stage {stage} on {ranks_text(plan, stage)}: {names}{more}, {num_parameters:,} parameters")
     if len(lines) > _MOST_STAGES:
         lines[2:-1] = [f"... {len(lines) - 3} more stages ..."]
     if plan.inline is not None:
@@ -67,19 +67,3 @@ def _tensor(plan: Plan) -> str:
     block, reason = whole[0]
     are = f"and {len(whole) - 1} more are" if whole[1:] else "is"
     return f"{text}; {block.fqn} ({block.kind}) {are} replicated: {reason}"
-
-
-def batch_norms_text(plan: Plan) -> str | None:
-    """The samples that BatchNorm takes its statistics of, unless they are the whole batch."""
-    if not plan.batch_norms:
-        return None
-    num = len(plan.batch_norms)
-    norms = f"BatchNorm ({num} modules)" if num > 1 else f"BatchNorm ({plan.batch_norms[0]})"
-    if plan.num_microbatches > 1:
-        return (
-            f"{norms} normalises each microbatch by itself; its running statistics are those of the batch."
-            " pipeline.mode=inline normalises the batch, as one process does"
-        )
-    if plan.shape.dp > 1:
-        return f"{norms} normalises each data-parallel rank's batch by itself, as under DDP without sync_batchnorm"
-    return None

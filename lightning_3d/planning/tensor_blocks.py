@@ -13,6 +13,7 @@ from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.model.kinds import identity_of
 from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
+from lightning_3d.planning.state_places import find_ties, used_by_glue
 from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replicated_plan, roles_by_hand
 from lightning_3d.tensor.plan.block_plan import Role
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_uneven
@@ -22,34 +23,36 @@ from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.output_uses import find_sharded_logits, unread_outputs
 from lightning_3d.trace.trace import Trace
-from lightning_3d.waits import Wait, not_told
+from lightning_3d.waits import long_wait
 
 
 def plan_blocks(
-    plan: Plan,
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
     trace: Trace,
     config: TensorConfig,
-    wait: Wait = not_told,
-) -> Plan:
+    size: int,
+) -> dict[str, BlockTensorPlan]:
     """Give every block its sharding. Blocks that are alike are planned once.
+
+    Args:
+        size: Of the tp axis.
 
     Raises:
         PlanError: a rule of ``config.plan`` names nothing or can't be followed.
     """
-    excluded = excluded_parameters(plan, module)
+    ties, by_glue = find_ties(module), used_by_glue(trace)
+    excluded = parameters_of(module, ties.keys() | by_glue)
     by_hand = roles_by_hand(config.plan, module, blocks)
-    vocabulary = _find_vocabulary(plan, module, blocks, trace, by_hand)
+    vocabulary = _find_vocabulary(module, blocks, trace, by_hand, size, ties, parameters_of(module, by_glue))
     unused_outputs = unread_outputs(trace)
     found: dict[Hashable, BlockTensorPlan] = {}
-    sharded = []
-    for number, block_plan in enumerate(plan.blocks, 1):
-        fqn, block = block_plan.fqn, blocks[block_plan.fqn]
+    planned = dict[str, BlockTensorPlan]()
+    for number, (fqn, block) in enumerate(blocks.items(), 1):
         use, roles, leaves = vocabulary[fqn], by_hand.get(fqn, {}), unused_outputs.get(fqn, frozenset())
         if fqn not in trace.block_inputs:
-            rest = replicated_plan(block, size=plan.shape.tp, reason=f"{fqn} was not called in the traced step")
-            sharded.append(replace(block_plan, tensor=with_vocabulary(rest, use)))
+            rest = replicated_plan(block, size=size, reason=f"{fqn} was not called in the traced step")
+            planned[fqn] = with_vocabulary(rest, use)
             continue
         inputs = trace.block_inputs[fqn]
         kind = _kind_of(fqn, block, excluded)
@@ -61,17 +64,17 @@ def plan_blocks(
                 block,
                 args,
                 kwargs,
-                size=plan.shape.tp,
+                size=size,
                 excluded=[*excluded, *(block.get_parameter(fqn) for fqn in use.fqns)],
                 by_hand={fqn: role for fqn, role in roles.items() if role != "vocabulary"},
                 unused_outputs=leaves,
             )
-            with wait(f"Planning {fqn}, block {number} of {len(plan.blocks)}"):
+            with long_wait(f"Planning {fqn}, block {number} of {len(blocks)}"):
                 best = _best(find, args, sequence_parallel=config.sequence_parallel and not use.fqns)
             found[key] = with_vocabulary(best, use)
         check_roles(found[key], roles, fqn)
-        sharded.append(replace(block_plan, tensor=found[key]))
-    return replace(plan, blocks=tuple(sharded))
+        planned[fqn] = found[key]
+    return planned
 
 
 def _best(find: Callable[..., BlockTensorPlan], args: tuple[Any, ...], *, sequence_parallel: bool) -> BlockTensorPlan:
@@ -87,15 +90,16 @@ def _best(find: Callable[..., BlockTensorPlan], args: tuple[Any, ...], *, sequen
 
 
 def _find_vocabulary(
-    plan: Plan,
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
     trace: Trace,
     by_hand: Mapping[str, Mapping[str, Role]],
+    size: int,
+    ties: Mapping[str, str],
+    by_glue: Collection[nn.Parameter],
 ) -> Mapping[str, VocabularyRoles]:
     """Find the weights of each block to shard over the vocabulary; tied ones only if all their blocks can."""
     logits = find_sharded_logits(trace)
-    by_glue = parameters_of(module, plan.used_by_glue)
     found: dict[str, VocabularyRoles] = {}
     known: dict[Hashable, VocabularyRoles] = {}
     for fqn, inputs in trace.block_inputs.items():
@@ -106,40 +110,40 @@ def _find_vocabulary(
             known[key] = find_vocabulary(
                 blocks[fqn],
                 *example_inputs(inputs),
-                size=plan.shape.tp,
+                size=size,
                 logits=logits.get(fqn),
                 excluded=by_glue,
                 by_hand=roles,
             )
         found[fqn] = known[key]
-    found.update({fqn: _idle(fqn, blocks[fqn], plan) for fqn in blocks if fqn not in found})
-    return _agreed(found, plan, module, blocks, trace)
+    found.update({fqn: _idle(fqn, blocks[fqn], ties) for fqn in blocks if fqn not in found})
+    return _agreed(found, ties, module, blocks, trace)
 
 
 def _agreed(
     found: Mapping[str, VocabularyRoles],
-    plan: Plan,
+    ties: Mapping[str, str],
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
     trace: Trace,
 ) -> Mapping[str, VocabularyRoles]:
     """Without tied weights that a block has found no such use for, or that no called block uses."""
     slots = {_slot(blocks[block], fqn) for block, use in found.items() for fqn in use.fqns}
-    called = {plan.ties.get(f"{block}.{fqn}") for block in trace.block_inputs for fqn in found[block].fqns}
-    apart = {root for fqn, root in plan.ties.items() if _slot(module, fqn) not in slots or root not in called}
+    called = {ties.get(f"{block}.{fqn}") for block in trace.block_inputs for fqn in found[block].fqns}
+    apart = {root for fqn, root in ties.items() if _slot(module, fqn) not in slots or root not in called}
     for block, use in found.items():  # a head's weight goes with its bias
         for bias, weight in use.biases.items():
-            if plan.ties.get(f"{block}.{bias}") in apart and f"{block}.{weight}" in plan.ties:
-                apart.add(plan.ties[f"{block}.{weight}"])
+            if ties.get(f"{block}.{bias}") in apart and f"{block}.{weight}" in ties:
+                apart.add(ties[f"{block}.{weight}"])
     return {
-        block: use.without({fqn for fqn in use.fqns if plan.ties.get(f"{block}.{fqn}") in apart})
+        block: use.without({fqn for fqn in use.fqns if ties.get(f"{block}.{fqn}") in apart})
         for block, use in found.items()
     }
 
 
-def _idle(fqn: str, block: nn.Module, plan: Plan) -> VocabularyRoles:
+def _idle(fqn: str, block: nn.Module, ties: Mapping[str, str]) -> VocabularyRoles:
     """Tied weights of an uncalled block, so that ties can still be sharded."""
-    names = [name for name, _ in block.named_parameters(remove_duplicate=False) if f"{fqn}.{name}" in plan.ties]
+    names = [name for name, _ in block.named_parameters(remove_duplicate=False) if f"{fqn}.{name}" in ties]
     return VocabularyRoles(weights=dict.fromkeys(names, WeightRoles()))
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_3d.planning.held import StateMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Computation, Kind, schedule_order
 
@@ -103,14 +104,8 @@ def _needed(computation: Computation, num_stages: int) -> set[Computation]:
     return {Computation("forward", stage, microbatch), *after}
 
 
-def sent_bytes(plan: Plan, weights: Sequence[int], *, num_sharing: int, gathers_again: bool) -> dict[str, int]:
-    """Axis of the mesh -> the most bytes that a rank sends over it in a training step, by rings.
-
-    Args:
-        weights: Bytes of the trained weights of each rank of the pp axis, before ZeRO.
-        num_sharing: Ranks that share them.
-        gathers_again: Whether ZeRO-3 gathers parameters for the backward again.
-    """
+def sent_bytes(plan: Plan, state: StateMemory) -> dict[str, int]:
+    """Axis of the mesh -> the most bytes that a rank sends over it in a training step, by rings."""
     found, num = dict[str, int](), plan.num_microbatches
     if plan.shape.pp > 1:
         of_stages = [stage.bytes_sent for stage in plan.stages]
@@ -123,23 +118,18 @@ def sent_bytes(plan: Plan, weights: Sequence[int], *, num_sharing: int, gathers_
         ]
         found["tp"] = num * max(of_ranks)
     if plan.shape.dp > 1:
-        replicas = sent_by_replicas(plan, max(weights), num_sharing=num_sharing, gathers_again=gathers_again)
-        found["dp"] = sum(int(num_bytes) for _, num_bytes in replicas)
+        found["dp"] = sum(int(num_bytes) for _, num_bytes in sent_by_replicas(plan, state))
     return found
 
 
-def sent_by_replicas(plan: Plan, weights: int, *, num_sharing: int, gathers_again: bool) -> list[tuple[str, float]]:
-    """The kinds of collectives of replicas in a step, and the bytes that a rank sends in all of each, by rings.
-
-    Args:
-        weights: Bytes of the trained weights of a rank, before ZeRO.
-        other arguments: As for `sent_bytes`.
-    """
+def sent_by_replicas(plan: Plan, state: StateMemory) -> list[tuple[str, float]]:
+    """The kinds of collectives of replicas in a step, and the bytes that a rank sends in all of each, by rings."""
+    weights, num_sharing = max(state.weights), state.num_sharing
     found = list[tuple[str, float]]()
     if num_sharing > 1:
         row = weights * (num_sharing - 1) / num_sharing
         found += [("reduce-scatter", row), ("all-gather", row)]
-        found += [("all-gather", row)] * (plan.zero_stage == 3 and gathers_again)
+        found += [("all-gather", row)] * (plan.zero_stage == 3 and state.gathers_again)
     groups = plan.shape.dp // num_sharing
     if groups > 1:  # of shards between the groups that share
         found.append(("all-reduce", 2 * weights / num_sharing * (groups - 1) / groups))

@@ -34,6 +34,11 @@ StopRecomputation = _StopRecomputationError
 """Leaves a forward that runs again, on all ranks alike, once it has what the backward needs."""
 
 
+def refuses_saved_tensor_hooks(error: Exception) -> bool:
+    """Whether code failed as `torch.func` differentiates nothing while tensors that are saved have hooks."""
+    return "support saved tensor hooks" in str(error)
+
+
 def checkpoints_replaced(replace: Callable[[Generator], Generator]) -> AbstractContextManager[None]:
     """Make non-reentrant checkpoints inside by ``replace(the present generator)``."""
     return attributes_replaced(torch.utils.checkpoint, {_GENERATOR: replace(vars(torch.utils.checkpoint)[_GENERATOR])})

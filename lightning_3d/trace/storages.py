@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -95,7 +96,9 @@ class StorageNotes:
         return frozenset(number for leaf in leaves if (number := self._number(leaf)) is not None)
 
     def _number(self, leaf: Any) -> int | None:
-        if not isinstance(leaf, Tensor) or (storage := StorageWeakRef(leaf.untyped_storage())) in self._weights:
+        if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:  # which have storages of their own
+            return None
+        if (storage := StorageWeakRef(leaf.untyped_storage())) in self._weights:
             return None
         if storage not in self._numbers:
             self._numbers[storage] = len(self._sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from rich.console import Console
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.data.batches import example_batch
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.device_memory import available_memory
@@ -24,9 +24,9 @@ from lightning_3d.distributed.speed import measured_machine
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.microbatches import num_samples
-from lightning_3d.planning.budget import accumulates
 from lightning_3d.planning.held import least_held
 from lightning_3d.planning.layouts import Choice, Layout
+from lightning_3d.planning.observer import ExampleStep
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import (
     active_loaders,
@@ -38,11 +38,10 @@ from lightning_3d.torch_internals.lightning_helpers import (
 from lightning_3d.trainer.dry_run import DryRun, search_layout
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.requirements import check, check_model
-from lightning_3d.waits import Wait
+from lightning_3d.waits import long_wait
 from lightning_3d.zero.optimizer_kind import is_known
 
 _ONE_BUCKET = 2**20  # bytes of weights that replicas reduce at once: nothing is gained by another layout
-_STATES = 2  # as of AdamW: there are no optimizers yet
 _OF_STATE = 0.6  # the part of the memory that a model which can't be traced may hold between steps
 
 
@@ -53,7 +52,6 @@ def choose_layout(
     shape: MeshShape,
     precision: ThreeDPrecision,
     device: torch.device,
-    wait: Wait,
     ranks_per_node: int,
 ) -> Choice | None:
     """The layout of a fit; None for one that is to be of plain replicas, without more words. Every rank calls it.
@@ -69,16 +67,20 @@ def choose_layout(
     with samplers_noted(trainer) as sampled:
         if active_loaders(trainer) is None:
             return None
-    only_replicas = None
-    if not (sampled and all(sampled)):
-        only_replicas = "the Trainer makes no samplers for its dataloaders, so that each rank has samples of its own"
+    has_samplers = bool(sampled) and all(sampled)
     precision.convert(module, config.precision, device)
     weights = sum(parameter.nbytes for parameter in module.parameters())
     memory = min(gather_numbers(available_memory(device, shape.world_size, weights)))
-    with wait("Choosing a layout"), generators.preserved():
+    ahead = DryRun(
+        module,
+        partial(example_step, trainer, module, precision=precision),
+        device,
+        precision,
+        checks=partial(_check_all, trainer, module, has_samplers),
+    )
+    with long_wait("Choosing a layout"), generators.preserved():
         machine = measured_machine(device, precision.casts_to or next(module.parameters()).dtype, ranks_per_node)
-        search = partial(_searched, trainer, module, config, shape, precision, device, machine, memory, only_replicas)
-        choice = _agreed(search)
+        choice = _agreed(_searched(ahead, trainer, config, shape, machine, memory))
         if (choice.layout.zero_stage == 3 or not choice.layout.is_replicas) and not _steps_by_element(module):
             layout = Layout(dp=shape.dp)
             choice = replace(choice, layout=layout, reason="its optimizers may have to see parameters whole")
@@ -100,47 +102,35 @@ def _steps_by_element(module: LightningModule) -> bool:
     return all(map(is_known, optimizers))
 
 
+def _check_all(
+    trainer: Trainer, module: LightningModule, has_samplers: bool, config: ThreeDConfig, shape: MeshShape
+) -> None:
+    if shape.is_model_parallel and not has_samplers:
+        raise StepError("the Trainer makes no samplers for its dataloaders, so that each rank has samples of its own")
+    assert isinstance(trainer.strategy, ParallelStrategy)
+    check(trainer, trainer.strategy, module, config, shape)
+    check_model(module, config, shape)
+
+
 def _searched(
-    trainer: Trainer,
-    module: LightningModule,
-    config: ThreeDConfig,
-    shape: MeshShape,
-    precision: ThreeDPrecision,
-    device: torch.device,
-    machine: Machine,
-    memory: int,
-    only_replicas: str | None,
+    ahead: DryRun, trainer: Trainer, config: ThreeDConfig, shape: MeshShape, machine: Machine, memory: int
 ) -> Choice:
-    """The choice of this rank."""
-
-    def check_all(config: ThreeDConfig, shape: MeshShape) -> None:
-        if shape.is_model_parallel and only_replicas is not None:
-            raise StepError(only_replicas)
-        assert isinstance(trainer.strategy, ParallelStrategy)
-        check(trainer, trainer.strategy, module, config, shape)
-        check_model(module, config, shape)
-
-    def replicas(why: str) -> Choice:
-        fits = partial(least_held, module, config, _STATES, pieces=1, dp=shape.dp)
-        layout = Layout(dp=shape.dp, zero_stage=1 if fits(stage=1) <= _OF_STATE * memory else 3)
-        return Choice(layout=layout, reason=f"no other can be planned: {why}", predicted={}, refused={})
-
-    if not module.automatic_optimization:
-        return replicas("it uses manual optimization")
-    step = partial(example_step, trainer, module, precision=precision)
-    ahead = DryRun(
-        module, step, device, precision, accumulates=accumulates(trainer), num_states=_STATES, checks=check_all
-    )
+    """The choice of this rank; of replicas where steps can't be planned."""
+    why = "it uses manual optimization"
     try:
-        num = num_samples(example_batch(trainer))
-        return search_layout(ahead, config, machine, shape.world_size, memory, num_samples=num)
+        if ahead.module.automatic_optimization:
+            num = num_samples(example_batch(trainer))
+            return search_layout(ahead, config, machine, shape.world_size, memory, num_samples=num)
     except Exception as error:  # of the user's step, or of the batch
-        return replicas(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    layout = Layout(dp=shape.dp)
+    least = least_held(ahead.module, replace(config, zero=ZeroConfig()), ExampleStep.num_states, shape=shape)
+    layout = layout if least <= _OF_STATE * memory else replace(layout, zero_stage=3)
+    return Choice(layout=layout, reason=f"no other can be planned: {why}", predicted={}, refused={})
 
 
-def _agreed(search: Callable[[], Choice]) -> Choice:
+def _agreed(mine: Choice) -> Choice:
     """The choice of rank 0, unless it can't run on another rank."""
-    mine = search()
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     untraced = [choice for choice in everyone if not choice.predicted]

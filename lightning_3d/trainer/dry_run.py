@@ -21,12 +21,13 @@ from lightning_3d.errors import ConfigError, PlanError, SplitError, TraceError
 from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import split_batch
-from lightning_3d.planning.budget import Budget
-from lightning_3d.planning.held import PlannedStaticMemory, StateShapes, least_held
+from lightning_3d.planning.budget import decide_recomputation
+from lightning_3d.planning.held import StateMemory, StateShapes, least_held
 from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, reason_for_inline, unfollowed_text
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
+from lightning_3d.planning.observer import ExampleStep, Observation, Observer
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import ExampleStep, Observation, Observer, decide
+from lightning_3d.planning.planner import decide
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.planning.step_time import StepSeconds
 from lightning_3d.planning.timing import makespan, sent_bytes
@@ -97,8 +98,6 @@ class DryRun:
     Args:
         step: Makes the step that is about to run on a mesh.
         device: Where it would run.
-        accumulates: Whether gradients wait for further steps.
-        num_states: Numbers that the optimizer keeps for each parameter.
         checks: Raises for a layout that can't run, whatever is planned.
     """
 
@@ -109,12 +108,10 @@ class DryRun:
         device: torch.device,
         precision: ThreeDPrecision,
         *,
-        accumulates: bool,
-        num_states: int,
         checks: Callable[[ThreeDConfig, MeshShape], None] = lambda config, shape: None,
     ) -> None:
         self.module, self._step, self._device, self._precision = module, step, device, precision
-        self._accumulates, self.num_states, self._checks = accumulates, num_states, checks
+        self._checks = checks
         self._observed: dict[tuple[int, int], Observation] = {}
 
     @classmethod
@@ -125,8 +122,7 @@ class DryRun:
         device = torch.device("cpu")
         precision.convert(module, config.precision, device)
         _fill_buffers(module)
-        step = partial(_step, module, batch, precision)
-        return cls(module, step, device, precision, accumulates=False, num_states=num_states)
+        return cls(module, partial(_step, module, batch, precision, num_states), device, precision)
 
     def plan(
         self, config: ThreeDConfig, shape: MeshShape, memory: float | None, machine: Machine | None = None
@@ -152,36 +148,21 @@ class DryRun:
             observed = self.observe(config, shape)
         with self._told_of_inline(config, shape, PlanError), self._precision.dtype_of_steps():
             plan = decide(observed, config, shape, device)
-        held = PlannedStaticMemory(StateShapes(self.module), plan, config, self.num_states)
+        state = StateMemory.of_plan(StateShapes(self.module), plan, config, observed.step.num_states)
         seconds, step = None, None
         if config.activations.plans_memory:
-            sharing = held.num_sharing
-            fits = Budget.of(plan, observed, config, device, accumulates=self._accumulates, num_sharing=sharing)
-            step = fits.step
-            ranks = held.of_ranks(observed.step.microbatch, device)
+            step, batch = StepMemory(observed, plan.tensors, config, shape, device), observed.step.microbatch
             budgets = [config.activations.budget_bytes(0, 0)] * shape.pp
-            plan = fits.decide(plan, plan.blocks_in(self.module), config, ranks, budgets)
+            plan = decide_recomputation(plan, step, observed.blocks, config, state.of_ranks(batch, device), budgets)
             if memory is None:
                 plan = replace(plan, memory=tuple(replace(rank, budget=None) for rank in plan.memory))
-        times = [float(stage.load) / shape.tp for stage in plan.stages]
+        times = [float(stage.load) for stage in plan.stages]
         idle, total = 0.0, sum(times)
         if shape.pp > 1:
             total, idle = makespan(plan.schedule, plan.stage_ranks, plan.num_microbatches, times)
-        weights = [held.weights(rank) for rank in range(shape.pp)]
-        again = not config.zero.keeps_gathered(is_microbatched=shape.pp > 1)
-        sent = sent_bytes(plan, weights, num_sharing=held.num_sharing, gathers_again=again)
         if machine is not None and step is not None:
-            seconds = StepSeconds.of(
-                plan,
-                step,
-                machine,
-                weights=weights,
-                num_parameters=held.num_trained,
-                num_sharing=held.num_sharing,
-                num_states=self.num_states,
-                gathers_again=again,
-            )
-        return DryRunPlan(plan=plan, idle=idle, load=total, sent=sent, step=step, seconds=seconds)
+            seconds = StepSeconds.of(plan, step, state, machine)
+        return DryRunPlan(plan=plan, idle=idle, load=total, sent=sent_bytes(plan, state), step=step, seconds=seconds)
 
     @contextmanager
     def _told_of_inline(self, config: ThreeDConfig, shape: MeshShape, *errors: type[Exception]) -> Iterator[None]:
@@ -270,8 +251,8 @@ def search_layout(
         )
 
     replicas = layouts[0].of(config)
-    ahead.observe(replicas, resolve_mesh_shape(replicas, world_size))
-    why_not = partial(too_large, ahead.module, config, memory, ahead.num_states)
+    step = ahead.observe(replicas, resolve_mesh_shape(replicas, world_size)).step
+    why_not = partial(too_large, ahead.module, config, memory, step.num_states)
     return search(layouts, predict, why_not, num_samples, keeps_replicas=config.layout == "auto")
 
 
@@ -279,7 +260,8 @@ def too_large(
     module: nn.Module, config: ThreeDConfig, memory: int | None, num_states: int, layout: Layout
 ) -> str | None:
     """Why a rank has no room for its training state, whatever its activations take, or None."""
-    least = least_held(module, config, num_states, pieces=layout.pp * layout.tp, dp=layout.dp, stage=layout.zero_stage)
+    own = layout.of(config)
+    least = least_held(module, own, num_states, shape=resolve_mesh_shape(own, layout.world_size))
     if memory is None or least <= memory:
         return None
     return f"a rank needs at least {size_text(least)} of the {size_text(memory)} that it has, for the training state"
@@ -295,8 +277,14 @@ def _fill_buffers(module: nn.Module) -> None:
 
 
 def _step(
-    module: LightningModule, batch: Any, precision: ThreeDPrecision, config: ThreeDConfig, shape: MeshShape
+    module: LightningModule,
+    batch: Any,
+    precision: ThreeDPrecision,
+    num_states: int,
+    config: ThreeDConfig,
+    shape: MeshShape,
 ) -> ExampleStep:
     name, rest = "training_step", (0,) if takes_batch_index(module.training_step) else ()
     microbatch = split_batch(precision.convert_input(batch), config.num_microbatches)[0].batch
-    return ExampleStep(name=name, microbatch=microbatch, modes=modes_of(name, precision), rest=rest)
+    modes = modes_of(name, precision)
+    return ExampleStep(name=name, microbatch=microbatch, modes=modes, rest=rest, num_states=num_states)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -16,9 +17,9 @@ from lightning_3d.data.batches import example_batch
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.pipeline.microbatches import copied_batch, split_batch
 from lightning_3d.planning.inline_mode import is_microbatched
-from lightning_3d.planning.planner import ExampleStep
+from lightning_3d.planning.observer import ExampleStep
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.torch_internals.lightning_helpers import before_transfer, further_arguments
+from lightning_3d.torch_internals.lightning_helpers import before_transfer, callbacks_of, further_arguments
 from lightning_3d.trainer.rehearsal import with_simulated_fit_start
 
 _STEPS: Mapping[TrainerFn, str] = {
@@ -40,6 +41,13 @@ def modes_of(name: str, precision: ThreeDPrecision) -> Callable[[], AbstractCont
     return modes
 
 
+def _accumulates(trainer: Trainer) -> bool:
+    """Whether the gradients of several batches add up, in some epoch at least."""
+    scheduled = (each for each in callbacks_of(trainer) if isinstance(each, GradientAccumulationScheduler))
+    most = max((max(each.scheduling.values()) for each in scheduled), default=1)
+    return max(most, trainer.accumulate_grad_batches) > 1
+
+
 def example_step(
     trainer: Trainer, module: LightningModule, config: ThreeDConfig, shape: MeshShape, precision: ThreeDPrecision
 ) -> ExampleStep:
@@ -59,5 +67,6 @@ def example_step(
         modes=modes_of(name, precision),
         rest=rest,
         has_data=is_whole,
+        accumulates=_accumulates(trainer),
         with_simulated_fit_start=partial(with_simulated_fit_start, trainer, module, name, microbatch, rest),
     )

@@ -48,10 +48,11 @@ from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.between_steps import CallsBetweenSteps
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
-from lightning_3d.planning.budget import Budget, accumulates
-from lightning_3d.planning.held import PlannedStaticMemory, StateShapes
+from lightning_3d.planning.budget import Budget
+from lightning_3d.planning.held import StateMemory, StateShapes
 from lightning_3d.planning.inline_mode import inline_text
-from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.plan import Findings, Plan
+from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.axis import MeshAxis
@@ -66,7 +67,7 @@ from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.step_planner import Planned, StepPlanner
 from lightning_3d.trainer.step_runner import TRAINING, PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks, warn_of_whole_sequences
-from lightning_3d.waits import CountedWait, telling
+from lightning_3d.waits import CountedWait, long_wait
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.fully_sharded import FullySharded, is_shardable, lay_out_contiguously
 from lightning_3d.zero.gradients import Gradients
@@ -100,20 +101,22 @@ class ParallelModel:
     is_told: bool = False
     """Whether rank 0 has said what layout is running."""
 
-    def held(self, config: ThreeDConfig, optimizers: Iterable[Optimizer]) -> PlannedStaticMemory:
+    def held(self, config: ThreeDConfig, optimizers: Iterable[Optimizer]) -> StateMemory:
         """The memory that ranks hold whatever they compute, when these optimizers step the model."""
-        return PlannedStaticMemory(self.shapes, self.plan, config, max(map(num_states, optimizers), default=0))
+        return StateMemory.of_plan(self.shapes, self.plan, config, max(map(num_states, optimizers), default=0))
 
     @property
     def present_plan(self) -> Plan:
         """The plan, with what the steps so far have shown of heads, losses and gathered weights, and how they run."""
-        plan, inline = replace(self.plan, gathers=self.zero.gathers), dict(self.runner.inline)
+        plan, inline, losses = self.plan, dict(self.runner.inline), tuple[str, ...]()
+        heads = self.heads.texts
         if (why := inline.pop(TRAINING, None)) is not None:
-            plan = replace(plan, inline=why, memory=())  # which was that of microbatches
-        else:
-            losses = () if self.runner.engine is None else self.runner.engine.losses()
-            plan = replace(plan, heads=self.heads.texts, losses=losses)
-        return replace(plan, evaluations=tuple(f"{name}: {inline_text(why)}" for name, why in inline.items()))
+            plan, heads = replace(plan, inline=why, memory=()), ()  # which was that of microbatches
+        elif self.runner.engine is not None:
+            losses = self.runner.engine.losses()
+        evaluations = tuple(f"{name}: {inline_text(why)}" for name, why in inline.items())
+        findings = Findings(losses=losses, evaluations=evaluations, heads=heads, gathers=self.zero.gathers)
+        return replace(plan, findings=findings)
 
 
 def make_parallel(
@@ -142,7 +145,7 @@ def make_parallel(
     join_replica(mesh, device)
     planned = StepPlanner(trainer, module, mesh.shape, precision, device).plan(config)
     making = _Making(trainer, module, planned, mesh, precision, device, rendezvous)
-    with telling("Placing weights"):
+    with long_wait("Placing weights"):
         making.place()
     plan = making.shard_blocks(is_empty=is_empty)
     own = {block.fqn: making.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
@@ -173,7 +176,7 @@ def make_parallel(
         heads=heads,
         compiling=making.compiling,
         apply_checkpointing=apply_checkpointing,
-        budget=making.budget(plan, zero),
+        budget=making.budget(plan),
         shapes=shapes,
         layout=making.shard_layout(plan, zero),
     )
@@ -194,7 +197,7 @@ class _Making:
     ) -> None:
         self._trainer, self._module, self._planned, self._config = trainer, module, planned, planned.config
         self._mesh, self._precision, self._device = mesh, precision, device
-        self._rendezvous, self.compiling = rendezvous, CountedWait(telling)
+        self._rendezvous, self.compiling = rendezvous, CountedWait()
         self.blocks = planned.plan.blocks_in(module)
         self.compiled: Callable[[nn.Module], Compiled | None] = lambda block: None
         if self._config.compile.enabled:
@@ -332,19 +335,13 @@ class _Making:
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
         return sorted(self._mesh.sliced(*shared).mesh.flatten().tolist())
 
-    def budget(self, plan: Plan, zero: Zero) -> Budget | None:
+    def budget(self, plan: Plan) -> Budget | None:
         """The memory that the traced step takes, where it is to be planned."""
         observed = self._planned.observed
-        if observed.trace is None or observed.trace.storages is None:
+        if observed.step.name != "training_step" or not self._config.activations.plans_memory:
             return None
-        return Budget.of(
-            plan,
-            observed,
-            self._config,
-            self._device,
-            accumulates=accumulates(self._trainer),
-            num_sharing=zero.num_sharing,
-        )
+        step = StepMemory(observed, plan.tensors, self._config, plan.shape, self._device)
+        return Budget(step=step, batch=observed.step.microbatch)
 
     def shard_layout(self, plan: Plan, zero: Zero) -> Layout:
         """Let the model, and copies of it that callbacks hold, answer for the parts that this rank has of them."""
@@ -387,7 +384,9 @@ def _apply_checkpointing(
     keep = SavedTensor if offload is None else offload.keep
     inputs = PartitionedInputs(mesh.group("tp"), keep).saved if config.activations.partition else nullcontext
     full_backward_stages.clear()
-    full_backward_stages.update(range(plan.num_stages) if config.compile.enabled else plan.recomputing_stages)
+    # Where a schedule splits the backward, torch would compute a block again for each group of weights.
+    again = [block for block in plan.blocks if block.is_recomputed or config.compile.enabled]
+    full_backward_stages.update(stage for block in again for stage in block.stages)
     for block in plan.blocks:
         if block.fqn not in own:
             continue

@@ -18,7 +18,8 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import host_memory
 from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
 from lightning_3d.memory.rank_memory import StaticMemory
-from lightning_3d.planning.summary import batch_norms_text, layout_text
+from lightning_3d.planning.plan import batch_norms_text
+from lightning_3d.planning.summary import layout_text
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.zero.shard import plain

@@ -15,11 +15,12 @@ from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, reason_for_inline, unfollowed_text
+from lightning_3d.planning.observer import Observation, Observer
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import Observation, Observer, decide
+from lightning_3d.planning.planner import decide
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.example_step import example_step
-from lightning_3d.waits import telling
+from lightning_3d.waits import long_wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +93,13 @@ class StepPlanner:
     def _look(self, config: ThreeDConfig) -> tuple[Observer, Observation]:
         step = example_step(self._trainer, self._module, config, self._shape, self._precision)
         observer = Observer(self._module, step, self._device, StepEffects)
-        with telling(f"Tracing {step.name}"), Generators(self._device).preserved():
+        with long_wait(f"Tracing {step.name}"), Generators(self._device).preserved():
             return observer, observer.observe(config, self._shape)
 
     def _decided(self, config: ThreeDConfig, observer: Observer, observed: Observation) -> Planned:
         random, dtype = Generators(self._device).preserved(), self._precision.dtype_of_steps()
-        with telling("Planning"), random, dtype, preserved(self._module):  # on one rank alone, blocks' modules, too
-            plan = on_one_rank(lambda: decide(observed, config, self._shape, self._device, telling))
+        with long_wait("Planning"), random, dtype, preserved(self._module):  # on one rank alone, blocks' modules, too
+            plan = on_one_rank(lambda: decide(observed, config, self._shape, self._device))
         blocks = plan.blocks_in(self._module)
         if self._shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
             with Generators(self._device).preserved():

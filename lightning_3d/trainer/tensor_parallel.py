@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,14 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.model.block_runner import Compiled
 from lightning_3d.model.initial_weights import move_parameters, put_back
 from lightning_3d.model.kinds import identity_of
+from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
 from lightning_3d.tensor import Verification, apply_block, replicated_plan, verify_block
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.trace.fake_blocks import random_like
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.waits import telling
+from lightning_3d.waits import long_wait
 
 
 def prove_blocks(
@@ -52,7 +53,7 @@ def prove_blocks(
         _warn("Tensor parallel is left out of blocks whose sharding differs from dense", failed)
     blocks = observed.blocks
     replicated = {fqn: replicated_plan(blocks[fqn], size=plan.shape.tp, reason=why) for fqn, why in failed.items()}
-    return plan.with_tensor(replicated)
+    return plan.with_blocks(lambda block: replace(block, tensor=replicated.get(block.fqn, block.tensor)))
 
 
 def _failures(
@@ -78,7 +79,7 @@ def _failures(
         key = identity_of(fqn, block), tensor
         if key not in proofs:
             args, kwargs = example_inputs(inputs[fqn], TensorMeta.as_seen)
-            with telling(f"Proving {fqn}, block {number} of {len(own)}"), ExitStack() as moved:
+            with long_wait(f"Proving {fqn}, block {number} of {len(own)}"), ExitStack() as moved:
                 with raise_on_all_ranks(mesh.axis("tp").get_group()):
                     moved.enter_context(_on_device(observed.module, block, device, is_empty))
                 proofs[key] = verify_block(
@@ -94,7 +95,7 @@ def _failures(
         if not proofs[key].passed:
             failed[fqn] = f"{proofs[key]} ({tensor.summary})"
     everyone: list[dict[str, str]] = [{}] * mesh.shape.world_size
-    with telling("Proving blocks of other stages"):
+    with long_wait("Proving blocks of other stages"):
         dist.all_gather_object(everyone, failed)
     return {fqn: why for part in everyone for fqn, why in part.items()}
 
