@@ -31,6 +31,7 @@ from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.observer import ExampleStep, Observer
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import decide
+from lightning_3d.tensor.plan.known_choices import FOLDER
 
 VOCABULARY, BATCH, LENGTH = 128, 2, 16
 _TEXT = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -194,7 +194,7 @@ def _stage_table(plan: Plan) -> Table:
     schedule = schedule if plan.inline is None else ", inline"
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)  # 1 is perfect
     table = Table(
-        title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {plan.zero_stage}{schedule}",
+        title=f"{shape.text}, ZeRO {plan.zero_stage}{schedule}",
         caption=None
         if plan.num_stages == 1
         else f"the slowest stage has {imbalance:.2f} x the mean load in {plan.load_unit}",
@@ -249,7 +249,7 @@ def batch_norms_text(plan: Plan) -> str | None:
 
 def ranks_text(plan: Plan, stage: int) -> str:
     """The global ranks that run a stage, such as ``rank 0`` or ``ranks 0-3``."""
-    per_stage = plan.shape.dp * plan.shape.cp * plan.shape.tp
+    per_stage = plan.shape.world_size // plan.shape.pp
     first = plan.stage_ranks[stage] * per_stage
     return f"rank {first}" if per_stage == 1 else f"ranks {first}-{first + per_stage - 1}"
 
