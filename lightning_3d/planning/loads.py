@@ -33,7 +33,7 @@ class Loads:
     of_stage: StageLoad
     unit: Unit
     peaks: Peaks | None = None
-    """Of ranks with such stages; None where they are not known."""
+    """The peaks of ranks with such stages; None where they are not known."""
 
 
 class Peaks:

@@ -24,7 +24,7 @@ from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table
 
 Unit = Literal["parameters", "calls", "operations"]
-"""Of the loads of stages."""
+"""The unit in which loads of stages are counted."""
 
 _LONGEST_PATTERN = 12  # blocks in a row that are looked at as one repeated pattern
 

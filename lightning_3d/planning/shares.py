@@ -1,4 +1,4 @@
-"""What divides the training state of a replica between ranks: tensor parallel a weight, ZeRO what is kept of it."""
+"""The shares of ranks in the training state of a replica: tensor parallel cuts a weight, ZeRO what is kept of it."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class StepMemory:
 
     @property
     def operations(self) -> list[int]:
-        """Of each call of a block and the glue that follows it, in operations of a rank."""
+        """The operations of a rank, for each call of a block and the glue that follows it."""
         works = [self.work((number,), {}) for number in range(len(self._trace.block_calls))]
         return [int(work.flops + FLOPS_PER_BYTE * work.written) for work in works]
 
@@ -344,7 +344,7 @@ class StepMemory:
     def _fused_losses(
         self, positions: Collection[int], modes: Mapping[str, Mode]
     ) -> tuple[dict[int, _CallMemory], frozenset[int]]:
-        """Of the heads among some calls: position of a call from a head to its loss -> what it takes, and the storages
+        """The heads among some calls: position of a call from a head to its loss -> what it takes, and the storages
         that never exist. Recomputation leaves a head alone.
         """
         run = [loss for head, loss in self._fused.items() if head in positions and self._mode(head, modes) == "none"]
