@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.callbacks import ScheduleTimeline
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -50,33 +51,23 @@ COLOURS = (GREY, "#e65100", "#1e88e5", "#43a047", "#5e35b1")
 class Seen(L.Callback):
     """What a run shows: the losses of the global batches, the shares of the ranks, the schedule."""
 
-    def __init__(self, path: str) -> None:
-        self.path, self.losses, self.schedule = path, [], []
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to measure one step of a pipeline."""
-        if batch_idx == 2 and _has_pipeline(trainer):
-            trainer.strategy.start_timeline()
+    def __init__(self, path: str, drawn: ScheduleTimeline | None) -> None:
+        self.path, self.losses, self.drawn = path, [], drawn
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note the loss, joined over the replicas."""
         self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")))
-        if batch_idx == 2 and _has_pipeline(trainer):
-            timeline = trainer.strategy.finish_timeline()
-            self.schedule = [[(s.kind, s.microbatch, s.start, s.end) for s in rank] for rank in timeline.planned]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Write it."""
-        seen: dict[str, Any] = {"losses": self.losses, "schedule": self.schedule}
+        ranks = [] if self.drawn is None or self.drawn.timeline is None else self.drawn.timeline.planned
+        schedule = [[(s.kind, s.microbatch, s.start, s.end) for s in rank] for rank in ranks]
+        seen: dict[str, Any] = {"losses": self.losses, "schedule": schedule}
         if isinstance(trainer.strategy, ThreeDStrategy):
             seen["parameters"] = [report.num_parameters for report in trainer.strategy.report()]
             seen["stages"] = {block.fqn: block.stages[0] for block in trainer.strategy.plan.blocks}
         if trainer.is_global_zero:
             Path(self.path).write_text(json.dumps(seen))
-
-
-def _has_pipeline(trainer: L.Trainer) -> bool:
-    return isinstance(trainer.strategy, ThreeDStrategy) and trainer.strategy.mesh.shape.pp > 1
 
 
 def train(name: str, path: str) -> None:
@@ -93,12 +84,14 @@ def train(name: str, path: str) -> None:
             module.dropout = 0.0
     devices, settings = DEVICES.get(name, 4), LAYOUTS[name]
     replicas = devices // settings.get("pipeline_parallel_size", 1) // settings.get("tensor_parallel_size", 1)
+    is_drawn = settings.get("pipeline_parallel_size", 1) > 1
+    drawn = ScheduleTimeline(Path(path).with_suffix(".png")) if is_drawn else None
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=ThreeDStrategy(**settings) if devices > 1 else "auto",
         max_epochs=1,
-        callbacks=[Seen(path)],
+        callbacks=[Seen(path, drawn), *([drawn] if drawn else [])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
