@@ -75,7 +75,7 @@ def save_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
     content = content_of(checkpoint)
     gathering = Gathering(content.values)
     num_optimizers = len(checkpoint.get("optimizer_states", ())) or None
-    gathering.served(lambda: write_file(joined(gathering.values(), content.rest, num_optimizers), path))
+    gathering.with_peers_serving(lambda: write_file(joined(gathering.values(), content.metadata, num_optimizers), path))
     dist.barrier()
 
 

@@ -130,7 +130,7 @@ def _sent(
     inputs = [tensor for tensor in tensors if tensor.requires_grad]
     with Collectives() as forward:
         leaves = tree_leaves(block.forward(*args, **kwargs))
-    outputs = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in plan.unread]
+    outputs = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in plan.unused_outputs]
     outputs = [output for output in outputs if output.requires_grad]
     inputs += [parameter for parameter in block.parameters() if parameter.requires_grad]
     with Collectives() as backward:

@@ -18,8 +18,8 @@ NUM_MOST = 60
 
 
 def _save(path: Path, content: str, *, as_file: bool) -> None:
-    atomic.make_room(path)
-    staged = atomic.aside(path)
+    atomic.prepare_staging(path)
+    staged = atomic.staging_path(path)
     if as_file:
         staged.write_text(content)
     else:
@@ -31,7 +31,7 @@ def _save(path: Path, content: str, *, as_file: bool) -> None:
 
 def _content(path: Path) -> str | None:
     """The content of a complete checkpoint; None if there is none."""
-    found = atomic.completed(path)
+    found = atomic.published_path(path)
     if not found.exists():
         return None
     if found.is_file():

@@ -110,7 +110,8 @@ def _save(path: Path) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory, workers: WorkerPools) -> Path:
     """A folder with what commands of the pages read: checkpoints of one step, in both forms, and the examples."""
     path = tmp_path_factory.mktemp("saved")
-    (path / "examples").symlink_to(ROOT / "examples")
+    for folder in ("examples", "conf"):
+        (path / folder).symlink_to(ROOT / folder)
     workers(1).run(_save, path)
     return path
 

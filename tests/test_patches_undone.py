@@ -77,7 +77,7 @@ def _takes_other_ranks(module: nn.Module) -> bool:
     if runner is None:
         return False
     in_parts = any(isinstance(p, DTensor) or p.is_meta for p in module.parameters())
-    return in_parts or isinstance(module, FSDPModule) or runner.joined is not None
+    return in_parts or isinstance(module, FSDPModule) or runner.pipeline_exchange is not None
 
 
 def _is_of_torch(hook: Any) -> bool:

@@ -13,7 +13,7 @@ from lightning_3d.tensor import plan_block
 from lightning_3d.tensor.placement import Shard, Sharded, in_parts
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
 from lightning_3d.tensor.rules import generic, views
-from lightning_3d.tensor.rules.call import Call, LocalCall
+from lightning_3d.tensor.rules.call import LocalCall, TorchCall
 from lightning_3d.tensor.rules.function import function_name
 from lightning_3d.tensor.rules.local_form import local_form
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
@@ -35,12 +35,12 @@ def _sharded(at: Sharded, *shape: int) -> Tensor:
     return ShardedTensor(local, AXIS, at)
 
 
-def _call(function: Callable[..., object], *args: object) -> Call:
-    return Call(function, function_name(function), args, {})
+def _call(function: Callable[..., object], *args: object) -> TorchCall:
+    return TorchCall(function, function_name(function), args, {})
 
 
 def _said(answer: LocalCall | None) -> object:
-    return None if answer is None else (answer.needs, answer.result)
+    return None if answer is None else (answer.input_placements, answer.result)
 
 
 @pytest.mark.parametrize("at", [SHARD, PARTS])
@@ -65,7 +65,7 @@ def test_values_set_beside_the_sharded_dim(at: Sharded) -> None:
         expected, made = generic.generic(call, AXIS), views.set_beside(call, AXIS)
         assert expected is not None
         assert made is not None
-        assert made.needs == expected.needs
+        assert made.input_placements == expected.input_placements
     for other in (1.0, torch.empty(6, 3), _sharded(Shard(0), 4, 6, 3)):
         assert views.set_beside(_call(Tensor.__setitem__, _sharded(at, 4, 6, 5, 7), index, other), AXIS) is None
 
