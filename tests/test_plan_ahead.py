@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.cli import from_config, main
+from lightning_3d.cli import main
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError
@@ -26,6 +26,7 @@ from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.dry_run import DryRun, DryRunPlan
 from tests.models import TinyGPT
 from tests.parity import Layout
+from tests.scripts import start
 from tests.test_budget import GPT, LARGE, _plan, long_tokens
 from tests.workers import WorkerPools
 
@@ -168,15 +169,12 @@ class Rated(TinyGPT):
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
 
 
-def test_a_model_whose_code_reads_values_is_planned(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = list[str]()
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(from_config, "rank_zero_info", told.append)
-    main(["plan", "tests.test_plan_ahead.Rated", "tests.test_plan_ahead.a_batch", "--world_size", "2", "--json"])
-    assert json.loads(capsys.readouterr().out)["data_parallel_size"] == 2
-    assert "made in host memory with its weights, as its code reads values: Tensor.item()" in told[0]
+def test_a_model_whose_code_reads_values_is_planned() -> None:
+    model = ("tests.test_plan_ahead.Rated", "tests.test_plan_ahead.a_batch")
+    command = ["-c", "from lightning_3d.cli import main; main()", "plan", *model, "--world_size=2", "--json"]
+    ended = start(command, timeout=120)
+    assert '"data_parallel_size": 2' in ended.output
+    assert "made in host memory with its weights, as its code reads values: Tensor.item()" in ended.output
 
 
 @pytest.mark.parametrize("names_classes", [True, False])
