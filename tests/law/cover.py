@@ -2,10 +2,10 @@
 
 [Note: the cover]
 Defects were where a setting or a habit met a layout. Each is met in a pipeline, on shards of tensors, by replicas at
-stage 3 and at one of the stages below, all on two ranks, and by one layout of more ranks, unless it is `OF_ONE_AXIS`.
-Models are trained in a pipeline and on shards of tensors. What a setting does depends on the model far less, so that no
-pair of those is asked for: models are spread over settings and habits as cases come. The cases stand in a file, so that
-a new row adds some and leaves the others: `python -m tests.law.cover` writes it anew.
+stage 3 and at one of the stages below, all on two ranks, and by one layout of more ranks. Models are trained in a
+pipeline and on shards of tensors. What a setting does depends on the model far less, so that no pair of those is asked
+for: models are spread over settings and habits as cases come. The cases stand in a file, so that a new row adds some
+and leaves the others: `python -m tests.law.cover` writes it anew.
 """
 
 from __future__ import annotations
@@ -177,13 +177,6 @@ PINNED = (
 )
 """Cases that are run though others cover their pairs."""
 
-OF_ONE_AXIS = {
-    *("adamw", "by-time", "clipped-values", "double", "gpipe", "incomplete-window", "kept-gathered", "nadam"),
-    *("offloaded-counts", "offloaded-files", "offloaded-resumed", "plateau", "resumed", "sam", "schedule-free"),
-    *("sent-in-bf16", "small-buckets", "stepped", "uneven", "uniform", "unseen", "warmed-up", "whole-steps"),
-}
-"""Settings that do on many ranks what they do on two: they step elements, or change the work along one axis alone."""
-
 Pair = tuple[str, str, str, str]
 """Two kinds of rows and a name of each."""
 
@@ -194,10 +187,9 @@ def pairs(case: Case) -> list[Pair]:
     place = "more ranks" if layout.world_size > 2 else case.layout
     if layout.dp == 2 == layout.world_size and layout.zero < 3:
         place = "plain parameters"
-    is_asked = place != "more ranks" or case.setting not in OF_ONE_AXIS
     return [
         ("model", "family", case.model, family(case.layout)),
-        *([("setting", "layout", case.setting, place)] if is_asked else []),
+        ("setting", "layout", case.setting, place),
         ("habit", "layout", case.habit, place),
     ]
 
@@ -234,9 +226,7 @@ def extended(cases: Iterable[Case]) -> list[Case]:
         models[case.model] += 1
         missing.difference_update(pairs(case))
 
-    for case in PINNED:
-        take(case)
-    left = [case for case in cases if case.is_allowed and case not in found]
+    left = [case for case in cases if case.is_allowed]
     while left:
         best = max(left, key=lambda case: _gain(case, missing, models))
         if not missing.intersection(pairs(best)):

@@ -390,5 +390,5 @@ def _sent(run: Run, plan: Plan) -> Iterator[str]:
                 yield f"{fqn} was not run"
             continue
         expected = tuple(planned(block, is_backward=is_backward) for is_backward in (False, True))
-        if run.sent[fqn] != expected and not block.routes:
+        if run.sent[fqn] != expected and not block.data_dependent_routing:
             yield f"{fqn} sent {run.sent[fqn]}, planned {expected}"
