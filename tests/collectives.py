@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -76,7 +76,7 @@ class BlockInputs(L.Callback):
     """Keeps what the first call of every tensor-parallel block gets in the last training step, to run it once more."""
 
     def __init__(self) -> None:
-        self._inputs: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any], list[Tensor]]] = {}
+        self._inputs: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
@@ -99,15 +99,9 @@ class BlockInputs(L.Callback):
 
     def _keep(self, fqn: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensors: list[Tensor] = []  # also what a key-value cache holds
-
-            def detached(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-                tensors.append(_detached(tensor))
-                return tensors[-1]
-
             if fqn not in self._inputs:
-                with mock.patch.object(Tensor, "__deepcopy__", detached):
-                    self._inputs[fqn] = (module, *copy.deepcopy((args, kwargs)), tensors)
+                with mock.patch.object(Tensor, "__deepcopy__", _detached):  # also what a key-value cache holds
+                    self._inputs[fqn] = (module, *copy.deepcopy((args, kwargs)))
 
         return keep
 
@@ -117,17 +111,15 @@ class BlockInputs(L.Callback):
         return {fqn: _sent(plans[fqn], *call) for fqn, call in self._inputs.items()}  # type: ignore[arg-type]
 
 
-def _detached(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if isinstance(tensor, ShardedTensor):
         local = tensor.local.detach().clone().requires_grad_(tensor.requires_grad)
         return ShardedTensor(local, tensor.axis, tensor.placement)
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _sent(
-    plan: BlockTensorPlan, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]
-) -> tuple[Sent, Sent]:
-    inputs = [tensor for tensor in tensors if tensor.requires_grad]
+def _sent(plan: BlockTensorPlan, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sent, Sent]:
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
     with Collectives() as forward:
         leaves = tree_leaves(block.forward(*args, **kwargs))
     outputs = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in plan.unused_outputs]
