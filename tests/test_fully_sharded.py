@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,6 +50,48 @@ def test_validation_between_steps(workers: WorkerPools) -> None:
         assert (num_seen > 6, num_gathered) == (True, 0)
         assert found == pytest.approx(loss, abs=1e-5)
         assert_same_state([trained], weights)
+
+
+class Scaled(TinyMLP):
+    """Has a number for a parameter, which can't be sharded, and reads its gradient before the optimizer's step.
+
+    Args:
+        by_hand: Whether it calls `loss.backward()` and clips itself, or changes gradients in a hook.
+    """
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.scale, self.automatic_optimization = nn.Parameter(torch.tensor(2.0)), not by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss.backward()
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+        return None
+
+    def on_after_backward(self) -> None:
+        assert self.scale.grad is not None
+        self.scale.grad.div_(1 + self.scale.grad.abs())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _scaled(layout: Layout | None, by_hand: bool) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, partial(Scaled, by_hand), data=features)[0])
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gradients_of_numbers_are_reduced_when_they_are_read(workers: WorkerPools, by_hand: bool) -> None:
+    assert_same_state(workers(2).run(_scaled, Layout(dp=2, zero=3), by_hand), _scaled(None, by_hand))
 
 
 class Rectified(TinyMLP):

@@ -30,7 +30,8 @@ from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.outside_reads import OutsideReads, mark_whole
-from lightning_3d.zero.shard import RankShard, plain
+from lightning_3d.zero.reducer import GradientReducer
+from lightning_3d.zero.shard import RankShard
 from lightning_3d.zero.shard_writeback import ShardWriteback, Slot
 
 
@@ -74,7 +75,6 @@ class FullySharded(Zero):
         super().__init__(module)
         self._keeps_graph = False  # a backward inside of the step has a graph, which the next backward reads
         self._casts = False  # gradients are cast to be reduced
-        self._is_due = False  # a backward of a step may have given gradients to what is not sharded
         self._keeps = keeps
         self._replicas, self._dtype, self._mesh = DPComm(mesh), config.dtype, mesh
         self._reads = OutsideReads(self._replicas, config.dtype, device)
@@ -101,6 +101,7 @@ class FullySharded(Zero):
         for fqn, parameter in module.named_parameters():
             if parameter in self.shards and isinstance(parameter, DTensor) and parameter not in self._replicated:
                 mark_whole(parameter, wholes[fqn])
+        self._reducer: GradientReducer | None = None
         _prefetch(chains, config.prefetch)
         make_root(self._fsdp)
 
@@ -159,10 +160,21 @@ class FullySharded(Zero):
 
     @override
     def assign_shards(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
+        self.release()
         if self._casts:  # a backward without reduction then fails in torch 2.13 for units that were never gathered
             for unit in self._units:
                 unit.unshard()
                 unit.reshard()
+        shards = [self.shards[p] for p in self.shards if p in self._replicated and p.numel() and p.is_floating_point()]
+        if shards:
+            buckets = make_buckets(shards, self._replicas, dtype=self._dtype)
+            self._reducer = GradientReducer(buckets, _receive, lambda: None)
+
+    @override
+    def release(self) -> None:
+        if self._reducer is not None:
+            self._reducer.remove()
+        self._reducer = None
 
     @override
     def begin_step(self, *, splits_backward: bool) -> None:
@@ -171,6 +183,9 @@ class FullySharded(Zero):
         self._reads.keeps = self._keeps or splits_backward
         self._set(keeps=self._reads.keeps)
         self._fsdp.set_is_last_backward(False)
+        if self._reducer is not None:
+            self._reducer.begin()
+            self._reducer.is_on = False
 
     def _set(self, *, keeps: bool) -> None:
         for unit in self._units:
@@ -186,7 +201,8 @@ class FullySharded(Zero):
         finish_backward(self._fsdp)
         self._reads.keeps = False
         self._reads.reduce()
-        self._reduce_replicated()
+        if self._reducer is not None:
+            self._reducer.flush()
 
     @override
     def sit_out(self, blocks: Sequence[nn.Module]) -> bool:
@@ -211,25 +227,28 @@ class FullySharded(Zero):
     @override
     def set_accumulating(self, accumulating: bool) -> None:
         self._fsdp.set_is_last_backward(not accumulating)
-        self._is_due = True
+        if self._reducer is not None:
+            self._reducer.begin()
+            self._reducer.is_on = not accumulating
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        if self._reducer is not None and loss.requires_grad:
+            loss.register_hook(self._begin_backward)
+
+    @override
+    def stop_sync(self) -> None:
+        if self._reducer is not None:
+            self._reducer.is_on = False
 
     @override
     def sync_stray_grads(self) -> None:
-        self._reduce_replicated()
+        if self._reducer is not None:
+            self._reducer.flush_late()
 
-    @torch.no_grad()
-    def _reduce_replicated(self) -> None:
-        """Reduce gradients of parameters that can't be sharded; the mean of those that are reduced is what they are."""
-        self._is_due = False
-        shards = [self.shards[p] for p in self.shards if p in self._replicated and p.numel() and p.requires_grad]
-        for bucket in make_buckets(shards, self._replicas, dtype=self._dtype):
-            for index, parameter in enumerate(bucket.parameters):
-                if (gradient := parameter.grad) is not None:
-                    bucket.fill(index, plain(gradient))
-                    parameter.grad = None
-            bucket.launch()
-            for shard, gradient in bucket.collect():
-                shard.parameter.grad = gradient.to(shard.parameter.dtype)
+    def _begin_backward(self, _: Tensor) -> None:
+        if self._reducer is not None:
+            self._reducer.begin_backward()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP2's own hooks in what a user compiled
     def _watch_backward(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -267,9 +286,13 @@ class FullySharded(Zero):
     @override
     def wait_params(self) -> None:
         self._reads.reduce()
-        if self._is_due:
-            self._reduce_replicated()
         reset(self._fsdp, self.shards)
+
+
+def _receive(shard: RankShard, gradient: Tensor) -> None:
+    """Take the reduced gradient of a parameter that is not sharded."""
+    parameter, gradient = shard.parameter, gradient.to(shard.parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _slots(module: nn.Module, parameters: Set[nn.Parameter]) -> list[Slot]:
