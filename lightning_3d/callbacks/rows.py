@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from lightning_3d.distributed.axes import ROLES
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.memory.rank_memory import size_text
 
@@ -23,7 +24,7 @@ def rates(ranks: Sequence[Mapping[str, float]], shape: MeshShape, peak: float | 
             ``counted_flops`` and so on of the last step in which operations were counted, if there was one.
         peak: Of one device, in TFLOP/s.
     """
-    replicas = [ranks[shape.replica_ranks(dp)[0]] for dp in range(shape.dp)]
+    replicas = [ranks[first] for first, *_ in shape.ranks_along(ROLES["replica"])]
     unit = "tokens" if any(rank["tokens"] for rank in replicas) else "samples"
     done, counted = (sum(rank.get(name, 0) for rank in replicas) for name in (unit, f"counted_{unit}"))
     seconds = max(rank["seconds"] for rank in ranks)

@@ -75,19 +75,24 @@ class MeshShape:
 
     def ranks_along(self, names: Collection[str]) -> list[list[int]]:
         """The sets of global ranks whose coordinates differ along these axes alone, ascending."""
-        sets: dict[tuple[int, ...], list[int]] = {}
-        others = [name for name in self.sizes if name not in names]
-        for rank in range(self.world_size):
-            coordinate = self.coordinate(rank)
-            sets.setdefault(tuple(getattr(coordinate, name) for name in others), []).append(rank)
-        return list(sets.values())
+        offsets, others = self._offsets(names), [name for name in self.sizes if name not in names]
+        return [[first + offset for offset in offsets] for first in self._offsets(others)]
+
+    def _offsets(self, names: Collection[str]) -> list[int]:
+        """The global ranks whose coordinates are 0 but along these axes, ascending."""
+        offsets = [0]
+        for name, size in self.sizes.items():
+            indices = range(size) if name in names else (0,)
+            offsets = [offset * size + index for offset in offsets for index in indices]
+        return offsets
 
     def replica_ranks(self, dp: int) -> list[int]:
         """The global ranks that together hold the model replica with data-parallel index `dp`, ascending.
 
         They work on the same batch; the first one is on the first stage.
         """
-        return self.ranks_along(ROLES["replica"])[dp]
+        first = self._offsets(ROLES["samples"])[dp]
+        return [first + offset for offset in self._offsets(ROLES["replica"])]
 
     def index_in_stage(self, rank: int) -> int:
         """Which of the lines of `pipelines` a global rank is on."""
