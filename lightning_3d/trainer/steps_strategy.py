@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import SpanRecorder
@@ -24,29 +23,18 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.optimizers import TrainedOptimizers
 from lightning_3d.trainer.parallel_model import ParallelModel
-from lightning_3d.trainer.ranks_strategy import RanksStrategy, StartMethod
+from lightning_3d.trainer.ranks_strategy import RanksStrategy
 
 
 class StepsStrategy(RanksStrategy):
     """Runs the steps of a model and of its optimizers, once the model has been made parallel."""
 
-    def __init__(
-        self,
-        config: ThreeDConfig,
-        backend: str | None,
-        timeout: timedelta,
-        heartbeat_timeout: timedelta,
-        start_method: StartMethod,
-    ) -> None:
-        self._trained: TrainedOptimizers | None = None  # in a fit
-        super().__init__(config, backend, timeout, heartbeat_timeout, start_method)
-        self._parallel: ParallelModel | None = None
-        self._names_before_sharding: Mapping[
-            nn.Parameter, str
-        ] = {}  # names of parameters from before it was made parallel
-        self._num_steps = 0  # steps of any kind that ran, for their random numbers
-        self._accumulating = False
-        self._is_stepping = False  # inside of a step method of the user's
+    _trained: TrainedOptimizers | None = None  # in a fit
+    _parallel: ParallelModel | None = None
+    _names_before_sharding: Mapping[nn.Parameter, str] = MappingProxyType({})
+    _num_steps = 0  # steps of any kind that ran, for their random numbers
+    _accumulating = False
+    _is_stepping = False  # inside of a step method of the user's
 
     @property
     def plan(self) -> Plan:
