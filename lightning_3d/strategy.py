@@ -132,7 +132,7 @@ class ThreeDStrategy(Configured, StepsStrategy):
         """A copy has the settings and the model, and none of what belongs to the processes and their run."""
         state: dict[str, Any] = super().__getstate__()
         of_run = ("_mesh", "_control", "_rendezvous", "_parallel", "_trained", "_checkpoints", "_resuming", "_resumes")
-        return {**state, **dict.fromkeys(of_run), "_session": ExitStack(), "_early": {}}
+        return {**state, **dict.fromkeys(of_run), "_session": ExitStack(), "_names_before_sharding": {}}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

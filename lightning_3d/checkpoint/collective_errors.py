@@ -14,7 +14,7 @@ from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 
 @contextmanager
 def collective_errors(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on all ranks what any of them raises inside, as `alike` does.
+    """Raise on all ranks what any of them raises inside, as `raise_on_all_ranks` does.
 
     Args:
         action: The action inside, for the message: "write the checkpoint /path".

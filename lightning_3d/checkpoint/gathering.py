@@ -89,7 +89,7 @@ class Gathering:
         self._found = said[0]
 
     def values(self) -> dict[TreePath, Any]:
-        """All values on rank 0, with a `LazyTensor` for each tensor, which makes it inside of `served`."""
+        """All values on rank 0, with a `LazyTensor` for each tensor, which makes it inside of `with_peers_serving`."""
         lazy: dict[object, LazyTensor] = {}
         return {
             path: lazy.setdefault(value.memory, LazyTensor(info=value.info, make=partial(self._made, path)))

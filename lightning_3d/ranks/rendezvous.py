@@ -45,7 +45,7 @@ class Rendezvous:
         self._store, self._rank, self._timeout = store, rank, timeout
         self._num_points = 0
         self._num_met: Counter[str] = Counter()
-        self._depth = 0  # contexts of `agreed` that are open
+        self._depth = 0  # contexts of `in_lockstep` that are open
         self._known = set[object]()  # what was met for in steps, and at which lines
         self.is_standstill: Callable[[], bool] = lambda: False
         """Whether all ranks are known to wait, here or in collectives."""

@@ -1,4 +1,4 @@
-"""How a tensor lies over one axis of the mesh: `Whole`, `Shard`, `Parts` or `Partial`.
+"""How a tensor lies over one axis of the mesh: `Replicate`, `Shard`, `InterleavedShard` or `Partial`.
 
 [Note: parts]
 The query, key and value features of one fused projection are the parts of one dim, which need not be equal. Every rank
@@ -8,8 +8,8 @@ holds its own slice of every part, one after the other. For the parts q and k an
     grouped order      q0 q1 k0 k1 | q2 q3 k2 k3        even shards: rank 0, rank 1
 
 So a parameter in grouped order is an ordinary evenly sharded DTensor, to FSDP2 and to optimizers, too. Files hold the
-original order: `Parts.grouped` and `Parts.ungrouped` are the two ways between them, and `marked` says which parameters
-of a module are grouped.
+original order: `InterleavedShard.interleaved` and `deinterleaved` are the two ways between them, and
+`interleaved_parameters` says which parameters of a module are in grouped order.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from lightning_3d.zero.attributes import OWN_PREFIX
 
 _MARK = "_grouped_parameters"
-"""Attribute of a module: name of a parameter that it owns -> its `Parts`. It stays when FSDP2 replaces parameters."""
+"""Attribute of a module: name of a parameter that it owns -> its `InterleavedShard`. It stays when FSDP2 replaces
+parameters."""
 
 ORDER = f"{OWN_PREFIX}order"
-"""Attribute of a parameter, and of what was computed from it element by element: its `Parts` if it is grouped."""
+"""Attribute of a parameter, and of what was computed from it element by element: its `InterleavedShard`, if any."""
 
 
 @dataclass(frozen=True, slots=True)

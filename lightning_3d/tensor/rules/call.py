@@ -9,8 +9,8 @@ that has none (an all-gather). A sum whose parts lie on the ranks is made at onc
          plain          sharded                                  plain
     x ---------> column ---------> view, attention, gelu, ... ---------> row, all-reduce --> y
 
-A rule (`rules`) reads a `Call` and says by a `LocalCall` what every operand must be, what each rank computes, and what
-the results are. `interpret` carries that out; planning and running differ only in the axis that they do it over.
+A rule (`rules`) reads a `TorchCall` and says by a `LocalCall` what every operand must be, what each rank computes, and
+what the results are. `interpret` carries that out; planning and running differ only in the axis that they do it over.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class View:
     dtype: torch.dtype
     epilogue: tuple[Elementwise, ...] = ()
     is_log: bool = False
-    """Whether they are logarithms of probabilities, of the logits after `then`."""
+    """Whether they are logarithms of probabilities, of the logits after `epilogue`."""
     has_all_rows: bool = True
     """Whether they are all rows of the head, in their order."""
 
