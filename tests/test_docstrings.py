@@ -1,4 +1,7 @@
-"""Docstrings of the package name their thing: none opens with "What", "Of" or "Those", which make a reader guess."""
+"""Docstrings of the package name their thing: none opens with "What", "Of" or "Those", which make a reader guess.
+
+None tells of an argument that its function does not take.
+"""
 
 from __future__ import annotations
 
@@ -29,5 +32,38 @@ def test_docstrings_name_their_thing() -> None:
         f"{path.relative_to(_ROOT.parent)}:{line}"
         for path in sorted(_ROOT.rglob("*.py"))
         for line in _riddles(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def _documented(docstring: str) -> list[str]:
+    """The names under ``Args:``."""
+    _, _, arguments = docstring.partition("Args:\n")
+    return re.findall(r"^    (\w+):", arguments.partition("\n\n")[0], re.MULTILINE)
+
+
+def _arguments(function: ast.FunctionDef) -> set[str]:
+    given = function.args
+    return {argument.arg for argument in ast.walk(given) if isinstance(argument, ast.arg)}
+
+
+def _strangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line of a function or class, and a name that its docstring has among its arguments, which it does not take."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            makers = [node] if isinstance(node, ast.FunctionDef) else node.body
+            takes = [
+                f for f in makers if isinstance(f, ast.FunctionDef) and f.name in (node.name, "__init__", "__new__")
+            ]
+            for name in _documented(ast.get_docstring(node) or "") if takes else ():
+                if not any(name in _arguments(function) for function in takes):
+                    yield node.lineno, name
+
+
+def test_docstrings_tell_of_arguments_that_there_are() -> None:
+    found = [
+        f"{path.relative_to(_ROOT.parent)}:{line} {name}"
+        for path in sorted(_ROOT.rglob("*.py"))
+        for line, name in _strangers(ast.parse(path.read_text()))
     ]
     assert not found, "\n".join(found)

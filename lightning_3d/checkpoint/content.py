@@ -136,7 +136,7 @@ def joined(values: Mapping[TreePath, Any], metadata: dict[str, Any], num_optimiz
 
     Args:
         values: Full values, or lazy ones, by path.
-        rest: As in `Content`.
+        metadata: As in `Content`.
         num_optimizers: None if their states are not saved.
     """
     checkpoint: dict[str, Any] = in_place(values, metadata)

@@ -16,7 +16,7 @@ class NormForward:
     """Takes the place of a norm's forward.
 
     Args:
-        around: Runs the norm's own forward with its arguments.
+        forward_wrapper: Runs the norm's own forward with its arguments.
     """
 
     def __init__(self, norm: nn.Module, forward_wrapper: ForwardWrapper) -> None:

@@ -80,7 +80,7 @@ class PipelineEngine:
     Args:
         rank_module: The root of this rank's shards, around ``module``.
         around_backward: Gives the context of each backward of a microbatch on a stage.
-        unsplit: Stages whose backward stays in one piece where the schedule splits it.
+        full_backward_stages: Stages whose backward stays in one piece where the schedule splits it.
         has_budget: Whether a step's memory is predicted for the loss that the plan names.
         sit_out: As of ``Stages``.
         shares_evaluations: Whether the replicas evaluate together, as those do that share weights.

@@ -28,7 +28,7 @@ class MicrobatchConcat:
 
     Args:
         shares: The microbatches' shares of the samples.
-        views: How many times the samples come one after the other (``row_order.py``).
+        repeats_per_sample: How many times the samples come one after the other (``row_order.py``).
 
     Raises:
         ValueError: they don't.
@@ -105,7 +105,7 @@ def received_concats(
     """How the tensors that a stage receives for the microbatches make up those for the whole batch.
 
     Args:
-        views: Their numbers of views; one if None.
+        repeats_per_sample: Their numbers of views; one if None.
 
     Raises:
         StepError: they don't.

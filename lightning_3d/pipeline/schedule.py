@@ -60,7 +60,7 @@ class Schedule:
         group: Process group of the pp axis.
         backward: Whether to run the backward too.
         forwards_first: Whether no backward may begin before all forwards have run.
-        unsplit: Stages whose backward stays in one piece where the schedule splits it.
+        full_backward_stages: Stages whose backward stays in one piece where the schedule splits it.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class WholeLossCode:
         flow: Its trace, cut with a tail.
         parts: Those of the microbatches.
         shares: The microbatches' shares of the samples.
-        views: Numbers of views in what the tail gets, by tensor; only the last stage knows them.
+        repeats_per_sample: Numbers of views in what the tail gets, by tensor; only the last stage knows them.
         trains: Whether the backward goes through the tail of the whole batch, not those of the microbatches.
     """
 

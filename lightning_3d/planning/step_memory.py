@@ -175,7 +175,7 @@ class StepMemory:
 
         Args:
             gradients: Of all stages, when the step has ended.
-            unsplit: Stages whose backward stays in one piece.
+            full_backward_stages: Stages whose backward stays in one piece.
         """
         # Without a pipeline, a step's gradients are freed between the next one's forward and backward.
         are_freed = len(self._ranks) == 1 and not self._accumulates

@@ -37,7 +37,7 @@ class Rendezvous:
     """Where ranks meet before a collective between steps.
 
     Args:
-        board: For it alone.
+        store: For it alone.
         timeout: Seconds that a rank waits for others that have not passed it.
     """
 

@@ -45,7 +45,7 @@ class Standstill:
     """Sees whether this rank waits, and whether all do.
 
     Args:
-        post: Of this rank; the thread that makes this is the one that trains.
+        status: Of this rank; the thread that makes this is the one that trains.
     """
 
     def __init__(self, status: RankStatus) -> None:

@@ -87,7 +87,7 @@ class Watchdog:
     Args:
         timeout: Seconds without a beat, of its own or of a rank of its machine that sees it run, after which a process
             counts as stopped.
-        looks: Are called in the thread with every beat.
+        polls: Are called in the thread with every beat.
         before_exit: Is called before the thread ends the process.
     """
 

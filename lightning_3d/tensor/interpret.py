@@ -60,9 +60,9 @@ class Interpreter(TorchFunctionMode):
     Args:
         axis: The axis that the block is sharded over.
         sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
-        routes: Whether data decides which weights a row meets, or which calls are made. Then whatever is decided on
-            plain tensors is decided on those of the first rank: they are computed on every rank, and kernels that add
-            in any order, or that each rank tunes for itself, round differently.
+        data_dependent_routing: Whether data decides which weights a row meets, or which calls are made. Then what is
+            decided on plain tensors is decided on those of the first rank: they are computed on every rank, and kernels
+            that add in any order, or that each rank tunes for itself, round differently.
     """
 
     sees_all = False

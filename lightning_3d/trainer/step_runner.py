@@ -129,7 +129,6 @@ class PipelineRunner(StepRunner):
     Evaluations of its kind do at once.
 
     Args:
-        randomness: Of steps.
         mode: ``pipeline.mode``: whether training steps may run inline.
         fallback: Runs steps inline.
         splits_backward: Whether the schedule computes gradients of weights apart from those of inputs.

@@ -91,7 +91,7 @@ class Effect:
         """Do it here.
 
         Args:
-            joined: What ``join`` gave for a stage.
+            merged: What ``join`` gave for a stage.
             is_own: Whether that was on this rank.
         """
 

@@ -62,7 +62,7 @@ class StepEffects:
 
     Args:
         more: Further effects.
-        joiner: Joins values over microbatches, and remembers what they mean.
+        merger: Joins values over microbatches, and remembers what they mean.
     """
 
     def __init__(self, module: LightningModule, router: Router, *more: Effect, merger: Merger | None = None) -> None:
@@ -131,7 +131,7 @@ class StepEffects:
         """Do it here.
 
         Args:
-            joined: For every stage that reports, in order: what ``join`` gave, and whether that was on this rank.
+            merged: For every stage that reports, in order: what ``join`` gave, and whether that was on this rank.
         """
         for i, effect in enumerate(self._effects):
             for of_stage, is_own in merged:

@@ -81,7 +81,7 @@ class Exchange:
 
         Args:
             fqn: The block.
-            home: Index on the pp axis of the rank that has it.
+            owner_rank: Index on the pp axis of the rank that has it.
             call: Runs it, where it is; returns its output, and anything picklable to tell the others.
 
         Raises:
@@ -108,7 +108,7 @@ class Exchange:
         Args:
             name: For errors.
             tensor: As this rank holds it.
-            home: Index on the pp axis of the rank that has it.
+            owner_rank: Index on the pp axis of the rank that has it.
         """
         self.lockstep.sync_check(f"a read of {name}")
         if self.pp_rank == owner_rank:

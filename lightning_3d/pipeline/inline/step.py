@@ -61,7 +61,7 @@ class InlineStep:
     """Runs calls of blocks for a step's code.
 
     Args:
-        homes: FQN of a block -> index on the pp axis of the rank that has it.
+        owner_ranks: FQN of a block -> index on the pp axis of the rank that has it.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class BlockWeights:
     Args:
         module: The user's, some of whose parameters may be those of a block.
         blocks: FQN -> block.
-        homes: FQN of a block -> index on the pp axis of the rank that has it.
+        owner_ranks: FQN of a block -> index on the pp axis of the rank that has it.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def plan_block(
         excluded: Parameters that code outside the block uses, too; they stay replicated.
         by_hand: Name of a parameter -> role, where the user has decided.
         sequence_parallel: Whether to cut the input along its sequence, where that is possible.
-        unread: Leaves of its output, by position, that nothing reads.
+        unused_outputs: Leaves of its output, by position, that nothing reads.
 
     Returns:
         A plan; it replicates the whole block, with the reason, if nothing can be sharded or simulated.
