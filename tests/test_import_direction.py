@@ -34,7 +34,7 @@ ROOMS = (
     "data",
     "checkpoint",
     "parts",
-    "trainer",
+    "run",
     "strategy",
     "callbacks",
     "cli",
