@@ -28,7 +28,7 @@ from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.distributed.mesh import Mesh, MeshShape, resolve_mesh_shape
+from lightning_3d.distributed.mesh import Mesh, MeshShape, refuse_unbuilt, resolve_mesh_shape
 from lightning_3d.errors import StepError
 from lightning_3d.model.unbuilt import building
 from lightning_3d.planning.layouts import Choice
@@ -36,11 +36,12 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.run import checkpoints
 from lightning_3d.run.decide.compiled_code import uncompile
-from lightning_3d.run.launch import make_launcher
+from lightning_3d.run.decide.requirements import refuse_offload
 from lightning_3d.run.ranks import ProcessSettings, number_of_processes, set_world_ranks
 from lightning_3d.run.report import RankReport, gather_reports
 from lightning_3d.run.run import Run
 from lightning_3d.run.step import user_collectives
+from lightning_3d.torch_internals.launchers import ForkLauncher, ScriptLauncher, is_forked
 
 
 class ThreeDStrategy(Configured, ParallelStrategy):
@@ -204,16 +205,22 @@ class ThreeDStrategy(Configured, ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """The Trainer calls it at its end, when it has told its precision and its processes."""
+        """A Trainer calls it as it is made, when it has told of its precision and its processes."""
+        assert self.cluster_environment is not None
+        num_processes, device = number_of_processes(self), self.root_device
         self._precision_plugin = ThreeDPrecision.translate(self.precision_plugin)
-        set_world_ranks(self, self.num_nodes * number_of_processes(self))
-        self._launcher = make_launcher(
-            self,
-            self._processes,
-            self.config,
-            self.num_nodes,
-            fail=lambda error: self.run.fail(error),
-            full_weights=partial(self.summon_full_params, writeback=False),
+        set_world_ranks(self, self.num_nodes * num_processes)
+        # Raises before any process is started.
+        refuse_unbuilt(resolve_mesh_shape(self.config, self.num_nodes * num_processes))
+        refuse_offload(self.config.activations, device)
+        is_on_one_gpu = num_processes == 1 and device.type != "cpu"  # which may be in use already
+        if is_forked(self.cluster_environment, self._processes.start_method) and not is_on_one_gpu:
+            full_weights = partial(self.summon_full_params, writeback=False)
+            self._launcher = ForkLauncher(self, lambda error: self.run.fail(error), full_weights)
+            return
+        # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
+        self._launcher = ScriptLauncher(
+            self.cluster_environment, num_processes, self.num_nodes, lambda error: self.run.fail(error)
         )
 
     # ---- the order of things

@@ -29,7 +29,7 @@ from lightning_3d.planning.layouts import Choice
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.run.context import RunContext
 from lightning_3d.run.decide.auto_layout import choose_layout
-from lightning_3d.run.decide.decide import Decided, decide_plan
+from lightning_3d.run.decide.plan_model import Planned, plan_model
 from lightning_3d.run.decide.requirements import check_run
 from lightning_3d.run.optimizers import TrainedOptimizers
 from lightning_3d.run.parallel.make_parallel import make_parallel
@@ -66,7 +66,7 @@ class Run:
         """In force: as given, and with the layout that was chosen."""
         self.choice: Choice | None = None if before is None else before.choice
         """The layout that a fit has chosen, and why."""
-        self._decided: Decided | None = None
+        self._planned: Planned | None = None  # until it is carried out
         self._parallel: ParallelModel | None = None if before is None else before._parallel
         self._steps: Steps | None = None if before is None else before._steps
         self._dataclasses: list[type[Any]] = [] if before is None else before._dataclasses  # pytrees in a run
@@ -150,13 +150,13 @@ class Run:
             self._choose_layout()
         check_run(self.context, self._deepspeed)
         open_before_planning(self.ranks.session, self.config, self.ranks.mesh)
-        self._decided = None if self.is_parallel else decide_plan(self.context)
+        self._planned = None if self.is_parallel else plan_model(self.context)
 
     def make_parallel(self) -> None:
         """Carry out what was decided."""
-        if self._decided is not None:
-            self._parallel = make_parallel(self._decided.context, self._decided.built, self._decided.planned)
-        self._decided = None
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            self._parallel = make_parallel(planned)
 
     def open(self) -> None:
         """Enter what holds around steps, make the optimizers of a fit, and heed signals together."""

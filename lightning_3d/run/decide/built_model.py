@@ -14,7 +14,11 @@ from lightning_3d.planning.held import StateShapes
 from lightning_3d.run.context import RunContext
 from lightning_3d.run.decide.compiled_code import warn_of_compiled
 from lightning_3d.run.decide.requirements import check_model
+from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.lightning_helpers import layer_sync_of, leave_out_module_names
+
+_NO_PATHS = (None, "best", "last", "hpc", "registry")
+"""Values of ``ckpt_path`` for which there may be no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +32,8 @@ class BuiltModel:
     """Whether it was built on the meta device, for a checkpoint to fill."""
 
 
-def prepare_model(context: RunContext, *, is_restored: bool) -> BuiltModel:
+def prepare_model(context: RunContext) -> BuiltModel:
     """Check a model and bring it into the form that steps run it in; every rank calls it.
-
-    Args:
-        is_restored: Whether a checkpoint will be loaded into it.
 
     Raises:
         StepError: it can't be made parallel.
@@ -49,7 +50,9 @@ def prepare_model(context: RunContext, *, is_restored: bool) -> BuiltModel:
         warn_of_compiled(module)
     if shape.is_model_parallel or config.activations.plans_memory:
         leave_out_module_names(context.trainer)
-    check_same_model(module, is_restored=is_restored)
+    launcher = context.strategy.launcher
+    assert isinstance(launcher, RunLauncher)
+    check_same_model(module, is_restored=launcher.ckpt_path not in _NO_PATHS)
     built = BuiltModel(names=names, shapes=StateShapes(module), is_empty=is_on_meta(module))
     place_buffers(module, device)
     join_replica(context.mesh, device)

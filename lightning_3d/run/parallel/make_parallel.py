@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.compile.blocks import BlockCompiler
-from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.batch_guard import BatchGuard
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.rng import StepRandomness
@@ -31,8 +30,7 @@ from lightning_3d.planning.budget import Budget
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.run.context import RunContext
-from lightning_3d.run.decide.built_model import BuiltModel
-from lightning_3d.run.decide.plan_step import Planned
+from lightning_3d.run.decide.plan_model import Planned
 from lightning_3d.run.parallel.activations import BlockCheckpointing
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.parallel.runner import make_runner, ranks_with_model
@@ -50,18 +48,15 @@ from lightning_3d.zero.fully_sharded import FullySharded
 from lightning_3d.zero.gradients import Gradients
 
 
-def make_parallel(context: RunContext, built: BuiltModel, planned: Planned) -> ParallelModel:
-    """Carry out what a plan says of this rank; every rank calls it.
-
-    Args:
-        context: With the settings that were planned for.
-    """
+def make_parallel(planned: Planned) -> ParallelModel:
+    """Carry out what a plan says of this rank; every rank calls it."""
+    context, built = planned.context, planned.built
     module, mesh, device, config = context.module, context.mesh, context.device, context.config
     blocks, compiling = planned.plan.blocks_in(module), CountedWait()
     compiled = _compiled(context, compiling)
     with long_wait("Placing weights"):
         place_stages(context, planned.plan)
-    plan = shard_blocks(context, planned, blocks, compiled, is_empty=built.is_empty)
+    plan = shard_blocks(planned, blocks, compiled)
     own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     router = Router(blocks, absent=blocks.keys() - own.keys(), compiled=compiled)
     zero = share_state(context, plan, blocks)
@@ -87,7 +82,7 @@ def make_parallel(context: RunContext, built: BuiltModel, planned: Planned) -> P
         randomness=randomness,
         heads=heads,
         apply_checkpointing=checkpointing.apply,
-        budget=_budget(planned, plan, config, device),
+        budget=_budget(planned, plan),
         compiling=compiling,
         layout=_laid_out(context, plan, zero),
         is_empty=built.is_empty,
@@ -113,12 +108,12 @@ def _let_meet(context: RunContext, own: Iterable[nn.Module]) -> None:
             running(block).sync_check = partial(context.rendezvous.sync_check, ranks, in_steps=not is_unit)
 
 
-def _budget(planned: Planned, plan: Plan, config: ThreeDConfig, device: torch.device) -> Budget | None:
+def _budget(planned: Planned, plan: Plan) -> Budget | None:
     """The memory that the traced step takes, where it is to be planned."""
-    observed = planned.observed
+    observed, config = planned.observed, planned.context.config
     if observed.step.name != "training_step" or not config.activations.plans_memory:
         return None
-    step = StepMemory(observed, plan.tensors, config, plan.shape, device)
+    step = StepMemory(observed, plan.tensors, config, plan.shape, planned.context.device)
     return Budget(step=step, batch=observed.step.microbatch)
 
 

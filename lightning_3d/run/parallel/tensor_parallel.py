@@ -24,7 +24,7 @@ from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
 from lightning_3d.run.context import RunContext
-from lightning_3d.run.decide.plan_step import Planned
+from lightning_3d.run.decide.plan_model import Planned
 from lightning_3d.tensor import Verification, apply_block, replicated_plan, verify_block
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
@@ -36,26 +36,22 @@ from lightning_3d.zero.fully_sharded import is_shardable
 
 
 def shard_blocks(
-    context: RunContext,
-    planned: Planned,
-    blocks: Mapping[str, nn.Module],
-    compiled: Callable[[nn.Module], Compiled | None],
-    *,
-    is_empty: bool,
+    planned: Planned, blocks: Mapping[str, nn.Module], compiled: Callable[[nn.Module], Compiled | None]
 ) -> Plan:
     """Shard the blocks whose plans prove out, on other weights while the model has none; every rank calls it.
 
     Returns:
         The plan, which says which.
     """
+    context, plan = planned.context, planned.plan
     module, mesh, device, config = context.module, context.mesh, context.device, context.config
-    plan = planned.plan
     if mesh.shape.tp > 1:
         warn_of_whole_sequences(plan)
         # The user's code that runs before training draws no numbers of it, and modules beside blocks keep nothing.
         with Generators(device).preserved(), context.precision.dtype_of_steps(), preserved(module):
             if config.tensor.verify:
-                plan = prove_blocks(plan, planned.observed, mesh, config.tensor, device, compiled, is_empty)
+                observed, is_empty = planned.observed, planned.built.is_empty
+                plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiled, is_empty)
         apply_blocks(plan, module, blocks, mesh, device)
     # FSDP2 takes those that it shards unit by unit.
     is_fully_sharded = config.zero.is_fully_sharded(mesh.shape.dp)

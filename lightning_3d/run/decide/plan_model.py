@@ -1,4 +1,4 @@
-"""Planning the step of a run, alike on all ranks: in microbatches, or inline where stages can't follow it."""
+"""Planning a model for a run, alike on all ranks: in microbatches, or inline where stages can't follow its step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import partial
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_one_rank, raise_on_all_ranks
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.snapshot import preserved
@@ -15,6 +14,7 @@ from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, 
 from lightning_3d.planning.observer import Observation, Observer
 from lightning_3d.planning.plan import Plan
 from lightning_3d.run.context import RunContext
+from lightning_3d.run.decide.built_model import BuiltModel, prepare_model
 from lightning_3d.run.decide.example_step import example_step
 from lightning_3d.run.decide.step_planner import StepPlanner
 from lightning_3d.waits import long_wait
@@ -24,43 +24,47 @@ from lightning_3d.waits import long_wait
 class Planned:
     """A plan, and what it is based on."""
 
-    config: ThreeDConfig
+    context: RunContext
     """With the mode in which the pipeline runs."""
+    built: BuiltModel
     observed: Observation
     plan: Plan
 
 
-def plan_step(context: RunContext) -> Planned:
-    """Plan it, alike on all ranks; every rank calls it.
+def plan_model(context: RunContext) -> Planned:
+    """Prepare a model that is as its author built it, look at its step, and plan it; every rank calls it.
 
     Raises:
+        StepError: it can't be made parallel.
+        PlanError: no layout of it fits the mesh, or the ranks were given different ones.
         Exception: with ``pipeline.mode="microbatched"``, why stages can't follow the step; else inline, what can't run
             there either.
     """
-    config, shape = context.config, context.mesh.shape
+    built, config = prepare_model(context), context.config
     if (why := reason_for_inline(context.module, config)) is not None:
-        return _inline(context, why)
-    if shape.pp == 1:
-        return _decided(context, config, *_look(context, config))
+        return _inline(context, built, why)
+    if context.mesh.shape.pp == 1:
+        return _decided(context, built, *_look(context))
     try:
         with raise_on_all_ranks():  # the user's code may fail on one rank alone
-            observer, observed = _look(context, config)
+            observer, observed = _look(context)
             if observed.trace is not None:
                 observed.trace.refuse_what_counts_once()
-        return _decided(context, config, observer, observed)
+        return _decided(context, built, observer, observed)
     except Exception as error:
         if not follows_from_stages(error, config):
             raise
-        return _inline(context, unfollowed_text(error))
+        return _inline(context, built, unfollowed_text(error))
 
 
-def _inline(context: RunContext, why: str) -> Planned:
+def _inline(context: RunContext, built: BuiltModel, why: str) -> Planned:
+    config = context.config
     # Logits are read on all ranks, of which one has the head.
-    activations = replace(context.config.activations, fused_loss="never")
-    config = replace(context.config, pipeline=context.config.pipeline.as_inline, activations=activations)
-    observer, observed = _look(context, config)
-    planned = _decided(context, config, observer, replace(observed, inline=why))
-    if context.config.pipeline.mode == "auto":
+    activations = replace(config.activations, fused_loss="never")
+    inline = replace(context, config=replace(config, pipeline=config.pipeline.as_inline, activations=activations))
+    observer, observed = _look(inline)
+    planned = _decided(inline, built, observer, replace(observed, inline=why))
+    if config.pipeline.mode == "auto":
         rank_zero_info(f"{type(context.module).__name__}: {inline_text(why)}")
     return planned
 
@@ -70,21 +74,17 @@ def _planner(context: RunContext) -> StepPlanner:
     return StepPlanner(context.module, step_of, context.device, context.precision)
 
 
-def _look(context: RunContext, config: ThreeDConfig) -> tuple[Observer, Observation]:
-    planner, shape = _planner(context), context.mesh.shape
+def _look(context: RunContext) -> tuple[Observer, Observation]:
+    planner, config, shape = _planner(context), context.config, context.mesh.shape
     return planner.look(planner.step_of(config, shape), config, shape)
 
 
-def _decided(context: RunContext, config: ThreeDConfig, observer: Observer, observed: Observation) -> Planned:
+def _decided(context: RunContext, built: BuiltModel, observer: Observer, observed: Observation) -> Planned:
     shape, random = context.mesh.shape, Generators(context.device)
-    with (
-        long_wait("Planning"),
-        random.preserved(),
-        preserved(context.module),
-    ):  # on one rank alone, blocks' modules, too
-        plan = on_one_rank(lambda: _planner(context).decide(observed, config, shape))
+    with long_wait("Planning"), random.preserved(), preserved(context.module):  # on one rank alone
+        plan = on_one_rank(lambda: _planner(context).decide(observed, context.config, shape))
     blocks = plan.blocks_in(context.module)
     if shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
         with random.preserved():
             observed = observer.of_blocks(blocks)
-    return Planned(config=config, observed=observed, plan=plan)
+    return Planned(context=context, built=built, observed=observed, plan=plan)
