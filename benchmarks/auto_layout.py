@@ -123,7 +123,7 @@ def _trained(name: str, strategy: ThreeDStrategy, num_ranks: int) -> tuple[float
         pp=shape.pp,
         dp=shape.dp,
         tp=shape.tp,
-        zero_stage=strategy.config.zero.stage,
+        zero_stage=strategy.run.config.zero.stage,
         num_microbatches=plan.num_microbatches,
     )
     seconds = [clock.fastest() / shape.dp]

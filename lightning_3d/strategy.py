@@ -216,12 +216,10 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         is_on_one_gpu = num_processes == 1 and device.type != "cpu"  # which may be in use already
         if is_forked(self.cluster_environment, self._processes.start_method) and not is_on_one_gpu:
             full_weights = partial(self.summon_full_params, writeback=False)
-            self._launcher = ForkLauncher(self, lambda error: self.run.fail(error), full_weights)
+            self._launcher = ForkLauncher(self, partial(_fail, self), full_weights)
             return
         # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
-        self._launcher = ScriptLauncher(
-            self.cluster_environment, num_processes, self.num_nodes, lambda error: self.run.fail(error)
-        )
+        self._launcher = ScriptLauncher(self.cluster_environment, num_processes, self.num_nodes, partial(_fail, self))
 
     # ---- the order of things
 
@@ -239,6 +237,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
+        self._precision_plugin = ThreeDPrecision.translate(self.precision_plugin)
         self.run = Run(self, self._processes, self.config, deepspeed=self.deepspeed, before=self.run)
         if self.deepspeed is not None:
             self.run.ranks.session.enter_context(optimizers_given(model, self.deepspeed.built))
@@ -395,3 +394,8 @@ class ThreeDStrategy(Configured, ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         checkpoints.load_optimizers(self.run, checkpoint)
+
+
+def _fail(strategy: ThreeDStrategy, error: BaseException) -> Exception | None:
+    """Another exception to raise in place of one that ends the present run, if any."""
+    return strategy.run.fail(error)

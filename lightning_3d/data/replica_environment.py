@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def replica_environment(trainer: Trainer) -> Iterator[None]:
     assert replica is not None
     new = {"RANK": str(replica["rank"]), "WORLD_SIZE": str(replica["num_replicas"])}
     before = {name: os.environ[name] for name in new if name in os.environ}
-    with attributes_replaced(cluster, own):
+    with replaced("cluster", cluster, own):
         os.environ.update(new)
         try:
             yield

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.torch_internals.fsdp import waits_replaced
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 Around = Callable[[str], AbstractContextManager[None]]
 """Name of the axes that a group of ranks is along -> the context of a collective."""
@@ -60,7 +60,7 @@ def around_collectives(shape: MeshShape, around: Around) -> Iterator[None]:
         with around(name):
             return call(*args, **kwargs)
 
-    def replaced(kind: str) -> Callable[..., Any]:
+    def measured(kind: str) -> Callable[..., Any]:
         original = getattr(dist.ProcessGroup, kind)
 
         def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,9 @@ def around_collectives(shape: MeshShape, around: Around) -> Iterator[None]:
         return call(*args, **kwargs) if group is None else run(group, call, *args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(attributes_replaced(dist.ProcessGroup, {kind: replaced(kind) for kind in _KINDS}))
-        stack.enter_context(attributes_replaced(dist.Work, {"wait": wait}))
+        stack.enter_context(
+            replaced("measured collectives", dist.ProcessGroup, {kind: measured(kind) for kind in _KINDS})
+        )
+        stack.enter_context(replaced("measured collectives", dist.Work, {"wait": wait}))
         stack.enter_context(waits_replaced(run))
         yield

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.model.block_runner import ForwardWrapper, runner_of
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 
 class NormForward:
@@ -33,7 +33,7 @@ class NormForward:
         runner = runner_of(self.norm)
         owner, name = (self.norm, "forward") if runner is None else (runner, "own_forward")
         self._own = getattr(owner, name)
-        with attributes_replaced(owner, {name: self}):
+        with replaced("forwards of norms", owner, {name: self}):
             yield
 
 

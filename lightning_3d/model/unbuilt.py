@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import swap_tensors
 
 from lightning_3d.errors import PlanError
@@ -26,7 +27,8 @@ from lightning_3d.torch_internals.dispatch import (
     DisableTorchFunctionSubclass,
     is_in_place,
 )
-from lightning_3d.torch_internals.modules import TRUNC_NORMAL, attributes_replaced
+from lightning_3d.torch_internals.modules import TRUNC_NORMAL
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import count_as_parameter
 from lightning_3d.zero.attributes import OWN_PREFIX, users_attributes
@@ -87,10 +89,9 @@ def building(*, is_first: bool) -> Iterator[None]:
     Args:
         is_first: Whether this is rank 0, which has all values.
     """
-    register, truncate = nn.Module.register_parameter, getattr(nn.init, TRUNC_NORMAL)
+    truncate = getattr(nn.init, TRUNC_NORMAL)
 
-    def register_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
+    def lose(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if type(parameter) is nn.Parameter and parameter.nbytes > _SMALL and not parameter.is_meta:
             with suppress(RuntimeError):  # something holds a weak reference to it, or a view: it stays as it is
                 _lose_values(parameter, f"{type(module).__name__}.{name}")
@@ -103,8 +104,8 @@ def building(*, is_first: bool) -> Iterator[None]:
 
     with torch.device(_HOST), ExitStack() as patches:
         if not is_first:
-            patches.enter_context(attributes_replaced(nn.Module, {"register_parameter": register_parameter}))
-            patches.enter_context(attributes_replaced(nn.init, {TRUNC_NORMAL: trunc_normal_}))
+            patches.callback(register_module_parameter_registration_hook(lose).remove)
+            patches.enter_context(replaced("truncated normals", nn.init, {TRUNC_NORMAL: trunc_normal_}))
         yield
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.box import full_value
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def finetuning_joined(pipeline: dist.ProcessGroup) -> Iterator[None]:
         kept = {id(number) for number in original(alike, stand_ins)}
         return [parameter for parameter, number in zip(given, stand_ins, strict=True) if id(number) in kept]
 
-    with attributes_replaced(BaseFinetuning, {"filter_on_optimizer": staticmethod(filter_on_optimizer)}):
+    with replaced("finetuning", BaseFinetuning, {"filter_on_optimizer": staticmethod(filter_on_optimizer)}):
         yield
 
 

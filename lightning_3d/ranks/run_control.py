@@ -28,7 +28,7 @@ from lightning_3d.ranks.stops import Stops
 from lightning_3d.ranks.watchdog import RankStatus, Watchdog
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 
 class RunControl:
@@ -181,7 +181,7 @@ def _saving_refused(trainer: Trainer, failure: Failure) -> Iterator[None]:
     def refuse(filepath: object, *args: object, **kwargs: object) -> None:
         rank_zero_warn(f"{filepath} is not saved, which needs all ranks: {failure}")
 
-    with attributes_replaced(trainer, {"save_checkpoint": refuse}):
+    with replaced("saving", trainer, {"save_checkpoint": refuse}):
         yield
 
 

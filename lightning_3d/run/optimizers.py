@@ -19,7 +19,7 @@ from lightning_3d.run.decide.requirements import check_optimizers
 from lightning_3d.run.parallel.offload import offloaded_steps
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.pending_gradients import gradients_seen
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.optimizer_kind import is_known
 
@@ -117,7 +117,7 @@ def schedulers_skipping(module: LightningModule, skips: Callable[[Optimizer], bo
         if self is not module or not _steps_with(scheduler, module, skips):
             original(self, scheduler, metric)
 
-    with attributes_replaced(type(module), {"lr_scheduler_step": lr_scheduler_step}):
+    with replaced("schedulers", type(module), {"lr_scheduler_step": lr_scheduler_step}):
         yield
 
 

@@ -72,7 +72,8 @@ class Run:
         self._dataclasses: list[type[Any]] = [] if before is None else before._dataclasses  # pytrees in a run
         self.optimizers: TrainedOptimizers | None = None
         """In a fit."""
-        self.checkpoints = ThreeDCheckpointIO(strategy, given, processes.timeout)
+        io = ThreeDCheckpointIO(strategy, given, processes.timeout) if before is None else before.checkpoints
+        self.checkpoints: ThreeDCheckpointIO = io
         self.resuming: Resuming | None = None
         """In a fit: notes where it is."""
         self.resumes: Mapping[str, Any] | None = None

@@ -10,9 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.resuming import Resuming
@@ -23,7 +21,6 @@ from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.user_clipping import clipping_joined
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.lightning_helpers import logging_as_alone
-from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.optimizers import averages_grouped
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
 
@@ -44,7 +41,6 @@ def open_before_planning(session: ExitStack, config: ThreeDConfig, mesh: Mesh) -
     """Enter what holds from before a model is made parallel on a mesh."""
     _enter(
         session,
-        (True, lambda: metrics_joined(mesh.group("samples"))),
         (mesh.shape.dp == 1, logging_as_alone),
         (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
         (config.compile.enabled, modules_watched),
@@ -89,15 +85,3 @@ def dataclasses_registered(classes: list[type[Any]]) -> Iterator[None]:
     finally:
         classes[:] = registered_dataclasses()
         forget_dataclasses(classes)
-
-
-@contextmanager
-def metrics_joined(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let torchmetrics join over the replicas alone, wherever metrics are kept; the other axes hold copies."""
-    join = Metric.sync
-
-    def sync(self: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any) -> None:
-        join(self, dist_sync_fn, process_group or self.process_group or group, *args, **kwargs)
-
-    with attributes_replaced(Metric, {"sync": sync}):
-        yield

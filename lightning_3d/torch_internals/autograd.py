@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook, _StopRecomputationError
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.tensors import base_of
 
 Function = Callable[..., Any]
@@ -41,7 +41,8 @@ def refuses_saved_tensor_hooks(error: Exception) -> bool:
 
 def checkpoints_replaced(replace: Callable[[Generator], Generator]) -> AbstractContextManager[None]:
     """Make non-reentrant checkpoints inside by ``replace(the present generator)``."""
-    return attributes_replaced(torch.utils.checkpoint, {_GENERATOR: replace(vars(torch.utils.checkpoint)[_GENERATOR])})
+    new = replace(vars(torch.utils.checkpoint)[_GENERATOR])
+    return replaced("checkpoints", torch.utils.checkpoint, {_GENERATOR: new})
 
 
 def recomputed_by(again: Callable[[Function], Function]) -> AbstractContextManager[None]:
@@ -80,7 +81,7 @@ def transforms_given(values: Callable[[Any], Any]) -> Iterator[None]:
     def wrapped(argument: Any, level: int) -> Any:
         return wrap(values(argument), level)
 
-    with attributes_replaced(eager_transforms, {wrap.__name__: wrapped}):
+    with replaced("transforms", eager_transforms, {wrap.__name__: wrapped}):
         yield
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from lightning_3d.torch_internals.dispatch import IsKept
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 
 def compile_graph(
@@ -34,7 +34,7 @@ def compile_graph(
     # Else a backward writes into what it got from its forward, and refuses to run twice.
     nothing_donated: dict[str, Any] = {"collect_bw_donated_buffer_idxs": lambda *args: []}
     settings = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-    with attributes_replaced(graph_compile, nothing_donated), settings:
+    with replaced("donated buffers", graph_compile, nothing_donated), settings:
         compiled: Callable[..., Any] = _backend(backend, mode, is_kept)(graph, list(inputs))
     return compiled
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 TotalNorm = Callable[..., Tensor]
 """(gradients, norm_type, error_if_nonfinite, foreach) -> their norm."""
@@ -33,7 +33,7 @@ def clipping_replaced(replace_norm: Callable[[TotalNorm], TotalNorm], scale: Sca
     torchs, group = attrgetter(_NORM, _GROUP)(clip_grad)
 
     def norm_of_torch(*args: Any, **kwargs: Any) -> Tensor:
-        with attributes_replaced(clip_grad, {_GROUP: group}):
+        with replaced("clipping", clip_grad, {_GROUP: group}):
             norm: Tensor = torchs(*args, **kwargs)
             return norm
 
@@ -44,7 +44,7 @@ def clipping_replaced(replace_norm: Callable[[TotalNorm], TotalNorm], scale: Sca
     public = {_NORM: replace_norm(norm_of_torch), _SCALE: scale}
     private = {**public, _GROUP: grouped}
     with (
-        attributes_replaced(clip_grad, private),
-        attributes_replaced(utils, {name.removeprefix("_"): function for name, function in public.items()}),
+        replaced("clipping", clip_grad, private),
+        replaced("clipping", utils, {name.removeprefix("_"): function for name, function in public.items()}),
     ):
         yield

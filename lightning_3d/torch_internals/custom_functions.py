@@ -21,7 +21,7 @@ from torch._C._functorch import _grad_decrement_nesting, _grad_increment_nesting
 from torch.autograd import function as autograd_function
 from torch.autograd.function import FunctionMeta
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 FunctionClass = type[torch.autograd.Function]
 
@@ -42,9 +42,9 @@ def custom_functions_seen(answer: Answer) -> Iterator[None]:
         return answer(cls, partial(outer, cls), args, kwargs)
 
     _seen.append(apply)
-    replaced = _seen_in_c(apply) if _IS_IN_C else attributes_replaced(_BASE, {"apply": classmethod(apply)})
+    in_python = {"apply": classmethod(apply)}
     try:
-        with replaced:
+        with _seen_in_c(apply) if _IS_IN_C else replaced("custom functions", _BASE, in_python):
             yield
     finally:
         _seen.pop()
@@ -94,8 +94,8 @@ def _seen_in_c(apply: Callable[..., Any]) -> Iterator[None]:
 
     helpers = {"_bind_default_args": bind_and_answer, "_call_custom_function_call": give}
     with (
-        attributes_replaced(_MODULE, helpers),
-        attributes_replaced(FunctionMeta, {"__getattribute__": attribute}),
+        replaced("custom functions", _MODULE, helpers),
+        replaced("custom functions", FunctionMeta, {"__getattribute__": attribute}),
     ):
         yield
 

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _DataLoaderSource
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 Fetcher = _DataFetcher
 """Fetches batches from the dataloaders of a loop."""
@@ -32,7 +32,7 @@ def called_before_iteration(trainer: Trainer, call: Callable[[], None]) -> Itera
             call()
         return select(of, stage)
 
-    with attributes_replaced(fit_loop, {"_select_data_fetcher": select_data_fetcher}):
+    with replaced("first iteration", fit_loop, {"_select_data_fetcher": select_data_fetcher}):
         yield
 
 
@@ -55,7 +55,7 @@ def epochs_begun(trainer: Trainer, begin: Callable[[Fetcher, Callable[[], None]]
     def start(fetcher: Fetcher) -> None:
         begin(fetcher, lambda: on_run_start(fetcher))
 
-    with attributes_replaced(loop, {"on_run_start": start, "reset": quiet}):
+    with replaced("epochs", loop, {"on_run_start": start, "reset": quiet}):
         yield
 
 
@@ -79,7 +79,7 @@ def epochs_kept(trainer: Trainer) -> Iterator[None]:
             _Loop.restarting.fset(loop, not batches.is_last_batch)  # type: ignore[attr-defined]
         run()
 
-    with attributes_replaced(loop, {"run": run_on}):
+    with replaced("rest of an epoch", loop, {"run": run_on}):
         yield
 
 
@@ -94,7 +94,7 @@ def around_fetches(trainer: Trainer, around: Callable[[], AbstractContextManager
         with around() if of is trainer.fit_loop._data_fetcher else nullcontext():
             return original(of)
 
-    with attributes_replaced(type(fetcher), {"__next__": fetch}):
+    with replaced("measured fetches", type(fetcher), {"__next__": fetch}):
         yield
 
 
@@ -112,7 +112,7 @@ def around_data(around: Callable[[], AbstractContextManager[None]]) -> Iterator[
 
     with ExitStack() as stack:
         for owner, original in calls:
-            stack.enter_context(attributes_replaced(owner, {original.__name__: within(original)}))
+            stack.enter_context(replaced("data", owner, {original.__name__: within(original)}))
         yield
 
 
@@ -133,7 +133,7 @@ def called_before_stops(trainer: Trainer, call: Callable[[], None]) -> Iterator[
         if trainer.should_stop:
             call()
 
-    with attributes_replaced(loop, {"on_advance_end": on_advance_end}):
+    with replaced("stops", loop, {"on_advance_end": on_advance_end}):
         yield
 
 

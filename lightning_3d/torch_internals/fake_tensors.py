@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from lightning_3d.torch_internals.modules import attributes_replaced
-
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -31,5 +29,15 @@ __all__ = [
 @contextmanager
 def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
     """Compute on fake tensors. Operators that fail on them raise; torch would log the traceback of each besides."""
-    with attributes_replaced(logging.getLogger("torch._subclasses.fake_tensor"), {"disabled": True}), mode:
-        yield
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addFilter(_nothing)
+    try:
+        with mode:
+            yield
+    finally:
+        logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    """A filter that lets no record through."""
+    return False

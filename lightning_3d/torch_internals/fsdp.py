@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.dtensor import spec_of
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 
 def make_root(unit: FSDPModule) -> None:
@@ -40,12 +40,12 @@ def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
 def waits_replaced(run: Callable[..., Any]) -> Iterator[None]:
     """Let units call ``run(group, call)`` where the present stream waits for parameters, or for reduced gradients."""
 
-    def replaced(name: str) -> Callable[[FSDPParamGroup], Any]:
+    def measured(name: str) -> Callable[[FSDPParamGroup], Any]:
         original = getattr(FSDPParamGroup, name)
         return lambda units: run(units._all_gather_process_group, lambda: original(units))
 
     names = ("wait_for_unshard", "finalize_backward")
-    with attributes_replaced(FSDPParamGroup, {name: replaced(name) for name in names}):
+    with replaced("measured collectives", FSDPParamGroup, {name: measured(name) for name in names}):
         yield
 
 

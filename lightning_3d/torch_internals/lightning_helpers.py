@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import tree_unflatten
 
 connect = _init_dist_connection
@@ -128,7 +128,7 @@ def signals_noted(trainer: Trainer, on_stop: Handler, on_requeue: Handler) -> It
     collectives in the handlers. Entered before the Trainer registers its handlers.
     """
     new = {"_sigterm_notifier_fn": on_stop, "_slurm_sigusr_handler_fn": on_requeue}
-    with attributes_replaced(trainer._signal_connector, new):
+    with replaced("signals", trainer._signal_connector, new):
         yield
 
 
@@ -146,7 +146,7 @@ def is_compiled_whole(module: LightningModule) -> bool:
 @contextmanager
 def called_before_batches(trainer: Trainer, before_batch: Callable[[], None]) -> Iterator[None]:
     """Let this be called before every training batch, where Lightning would broadcast whether rank 0 got SIGTERM."""
-    with attributes_replaced(trainer.fit_loop.epoch_loop, {"_broadcast_sigterm_tensor": before_batch}):
+    with replaced("batches", trainer.fit_loop.epoch_loop, {"_broadcast_sigterm_tensor": before_batch}):
         yield
 
 
@@ -179,14 +179,14 @@ def torn_down_anyway(trainer: Trainer) -> Iterator[None]:
                 failed._teardown()
             raise
 
-    with attributes_replaced(call, {"_interrupt": interrupted}):
+    with replaced("interrupts", call, {"_interrupt": interrupted}):
         yield
 
 
 @contextmanager
 def logging_as_alone() -> Iterator[None]:
     """Let ``self.log`` advise no ``sync_dist=True``, as in one process: for ranks that all log the same."""
-    with attributes_replaced(result, {"_distributed_is_initialized": lambda: False}):
+    with replaced("advice on logs", result, {"_distributed_is_initialized": lambda: False}):
         yield
 
 
@@ -225,7 +225,7 @@ def samplers_noted(trainer: Trainer) -> Iterator[list[bool]]:
         found.append(decide(dataloader))
         return found[-1]
 
-    with attributes_replaced(connector, {"_requires_distributed_sampler": noted}):
+    with replaced("samplers", connector, {"_requires_distributed_sampler": noted}):
         yield found
 
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from lightning_3d.torch_internals.patches import replaced
 
 RunningNorm = _NormBase
 """Norms that may keep running statistics."""
@@ -113,20 +115,4 @@ def observer_registries(module: nn.Module | None) -> tuple[dict[int, Any], dict[
 def forward_hooks_copied(module: nn.Module) -> AbstractContextManager[None]:
     """Let changes of the module's forward hooks inside end with the context."""
     names = ("_forward_hooks", "_forward_hooks_with_kwargs")
-    return attributes_replaced(module, {name: vars(module)[name].copy() for name in names})
-
-
-@contextmanager
-def attributes_replaced(owner: object, new: Mapping[str, Any]) -> Iterator[None]:
-    """Let an object, class or module have other attributes inside, its own or in place of inherited ones."""
-    before = {name: vars(owner)[name] for name in new if name in vars(owner)}
-    for name, value in new.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in new:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
+    return replaced("hooks", module, {name: vars(module)[name].copy() for name in names})

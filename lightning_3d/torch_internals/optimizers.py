@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch.optim import Optimizer, swa_utils
 from torch.utils.hooks import RemovableHandle
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 
 def has_step_hooks(optimizer: object) -> bool:
@@ -38,7 +38,7 @@ def step_without_hooks(optimizer: Optimizer, *args: object) -> None:
 
 def averages_grouped() -> AbstractContextManager[None]:
     """Let ``AveragedModel`` group tensors by the devices that they tell: C++ sees where memory is, or none."""
-    return attributes_replaced(swa_utils, {"_group_tensors_by_device_and_dtype": _by_device_and_dtype})
+    return replaced("averages", swa_utils, {"_group_tensors_by_device_and_dtype": _by_device_and_dtype})
 
 
 def _by_device_and_dtype(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> dict[Any, Any]:

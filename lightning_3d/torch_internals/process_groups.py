@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import _ProcessGroupWrapper
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # public
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 abort_process_group = distributed_c10d._abort_process_group
 """Ends all groups without waiting for other ranks, as NCCL can."""
@@ -76,7 +76,7 @@ class _OneThread(ProcessGroupGloo):
 
 def one_gloo_thread() -> AbstractContextManager[None]:
     """Let gloo groups that are made inside run their collectives in one thread each."""
-    return attributes_replaced(distributed_c10d, {"ProcessGroupGloo": _OneThread})
+    return replaced("gloo threads", distributed_c10d, {"ProcessGroupGloo": _OneThread})
 
 
 def num_gloo_threads(group: dist.ProcessGroup, device_type: str) -> int:

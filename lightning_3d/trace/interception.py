@@ -26,7 +26,6 @@ from lightning_3d.torch_internals.autograd import checkpoints_replaced, is_reent
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import function_modes, without_function_mode
 from lightning_3d.torch_internals.distributions import arguments_unchecked
-from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trace.attributes import AttributeGuards
 
 _TENSOR_GETTERS = frozenset(
@@ -133,9 +132,14 @@ class StepMode(TorchFunctionMode):
         answer: Tensor = self.on_hidden_function(name, joint if self.has_replicas else alone, (tensor,), {})
         return answer
 
-    def checkpointed(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def checkpointed(self) -> Iterator[None]:
         """Run glue that ``torch.utils.checkpoint`` was called with."""
-        return attributes_replaced(self, {"is_checkpointing": True})
+        before, self.is_checkpointing = self.is_checkpointing, True
+        try:
+            yield
+        finally:
+            self.is_checkpointing = before
 
     def __enter__(self) -> StepMode:
         assert self._router.step is None, "steps don't nest"

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow", "neg", "abs")
@@ -131,7 +131,7 @@ class Decisions:
         with ExitStack() as stack:
             for owner in (LightningModule, Trainer):
                 numbers = {name: property(lambda _, name=name: traced[name]) for name in OF_TRAINER}  # type: ignore[misc]
-                stack.enter_context(attributes_replaced(owner, numbers))
+                stack.enter_context(replaced("numbers", owner, numbers))
             yield traced
 
 

@@ -19,7 +19,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.effect import NotedCalls
 from lightning_3d.pipeline.effects.merge import Merger, unseen
 from lightning_3d.pipeline.effects.metrics import metrics_of
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.interception import Router
 
@@ -85,7 +85,7 @@ class Logs(NotedCalls[LogCall]):
 
     @override
     def begin(self, number: int) -> AbstractContextManager[None]:
-        return attributes_replaced(self._module, {"log": self._log})
+        return replaced("logs", self._module, {"log": self._log})
 
     def _replicas(self) -> dist.ProcessGroup:
         strategy: Any = self._module.trainer.strategy

@@ -25,7 +25,8 @@ from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.effect import NotedCalls
 from lightning_3d.pipeline.effects.merge import unseen
 from lightning_3d.torch_internals.lightning_helpers import FIXED_NAMES, start_anew
-from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES, attributes_replaced
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 
@@ -69,7 +70,7 @@ class Metrics(NotedCalls[MetricCall]):
         with ExitStack() as stack:
             for fqn, metric in self._metrics.items():
                 calls = {name: partial(self._on_call, fqn, metric, name, getattr(metric, name)) for name in _METHODS}
-                stack.enter_context(attributes_replaced(metric, calls))
+                stack.enter_context(replaced("metrics", metric, calls))
             yield
 
     def _on_call(
@@ -105,10 +106,13 @@ class Metrics(NotedCalls[MetricCall]):
         updated = {fqn: metric for fqn, metric in self._metrics.items() if id(metric) in touched}
         before = {fqn: _state(metric) for fqn, metric in updated.items()}
         self._before = Snapshot(inner for metric in updated.values() for inner in metric.modules()) if calls else None
-        with attributes_replaced(self, {"_is_inside": True}):
+        self._is_inside = True
+        try:
             for call in calls:
                 metric = self._metrics[call.fqn]
                 (metric if call.method == "forward" else getattr(metric, call.method))(*call.args, **call.kwargs)
+        finally:
+            self._is_inside = False
         return {fqn: _changes(before[fqn], _state(metric)) for fqn, metric in updated.items()}
 
     @override

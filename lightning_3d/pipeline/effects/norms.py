@@ -34,7 +34,8 @@ from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.model.norm_forward import NormForward
 from lightning_3d.pipeline.effects.effect import Effect, StepContext
 from lightning_3d.pipeline.stage_run import StageExit
-from lightning_3d.torch_internals.modules import BatchNorm, RunningNorm, attributes_replaced, buffers_of
+from lightning_3d.torch_internals.modules import BatchNorm, RunningNorm, buffers_of
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import widened
 from lightning_3d.trace.ghost import Ghost
@@ -117,7 +118,7 @@ class Norms(Effect):
         before = _statistics(norm)
         buffers.update({name: buffer.clone() for name, buffer in before.items()})
         try:
-            with attributes_replaced(norm, {"momentum": 1.0}):
+            with replaced("momentum", norm, {"momentum": 1.0}):
                 output = own(*args, **kwargs)
             ran = not any(isinstance(leaf, Ghost) for leaf in tree_leaves(output))
             calls.append(_Seen(buffers[_MEAN], buffers[_VAR], count) if ran else None)

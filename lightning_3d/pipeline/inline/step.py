@@ -14,7 +14,7 @@ layers do: its backward, too, is code around the blocks. A backward that it star
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from lightning_3d.pipeline.inline.exchange import Exchange, VisibleOutputs, vers
 from lightning_3d.pipeline.inline.objects import PLAIN, changed_state, set_state, state_of
 from lightning_3d.pipeline.inline.weights import BlockWeights, has_given_weights
 from lightning_3d.torch_internals.autograd import NO_BACKWARD, current_backward
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.interception import Router, hidden_calls_seen
 from lightning_3d.trace.side_outputs import (
@@ -102,9 +102,14 @@ class InlineStep:
         """Whether the present code is outside of blocks, and no backward runs it but that of a custom function."""
         return self._router.step is self and not self._is_in_backward()
 
-    def checkpointed(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def checkpointed(self) -> Iterator[None]:
         """Run code that ``torch.utils.checkpoint`` was called with: of it the blocks alone are computed again."""
-        return attributes_replaced(self, {"_is_checkpointing": True})
+        before, self._is_checkpointing = self._is_checkpointing, True
+        try:
+            yield
+        finally:
+            self._is_checkpointing = before
 
     def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a custom autograd function: see [Note: custom functions]."""
@@ -195,7 +200,7 @@ class InlineStep:
             logs.append({"name": name, "value": shown(value), **settings})
 
         with (
-            attributes_replaced(self._module, {"log": log}),
+            replaced("logs", self._module, {"log": log}),
             hooks_replaced(block, frozenset(), noting),
             runner.forward_through(packed),
         ):

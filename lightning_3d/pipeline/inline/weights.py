@@ -28,7 +28,8 @@ from lightning_3d.frames import module_of, with_callers
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.torch_internals.autograd import transforms_given
 from lightning_3d.torch_internals.dispatch import GET_DATA, is_in_place, used_together, without_function_mode
-from lightning_3d.torch_internals.modules import attributes_replaced, parameters_of
+from lightning_3d.torch_internals.modules import parameters_of
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import without_transforms
 from lightning_3d.trace.interception import reads_meta_only
@@ -160,8 +161,8 @@ class BlockWeights:
 
         self.forget()
         self._is_in_glue = is_in_glue
-        getting = attributes_replaced(nn.Module, {"__getattr__": shown})
-        differentiating = attributes_replaced(torch.autograd, {"grad": grad})
+        getting = replaced("weights", nn.Module, {"__getattr__": shown})
+        differentiating = replaced("differentiation", torch.autograd, {"grad": grad})
         with getting, differentiating, transforms_given(self.with_values), self._functions:
             try:
                 yield
@@ -197,9 +198,14 @@ class BlockWeights:
         has_weights = not self._is_unseen and any(self._source(leaf) is not None for leaf in tree_leaves(tree))
         return has_weights and self._is_in_glue()
 
-    def _unseen(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
         """Run what a function of torch or a read does itself."""
-        return attributes_replaced(self, {"_is_unseen": True})
+        before, self._is_unseen = self._is_unseen, True
+        try:
+            yield
+        finally:
+            self._is_unseen = before
 
     def _given(self, tensor: Tensor) -> Tensor:
         if (source := self._source(tensor)) is None:

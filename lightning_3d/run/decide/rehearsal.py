@@ -23,7 +23,7 @@ from lightning_3d.torch_internals.lightning_helpers import (
     reset_optimizers,
     set_up_validation,
 )
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.patches import replaced
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def with_simulated_fit_start(
         stack.enter_context(preserved(module))
         stack.enter_context(_parameters_kept(module))
         stack.callback(Snapshot(callbacks, with_data=False).restore)
-        stack.enter_context(attributes_replaced(module, {"log": _ignored}))
+        stack.enter_context(replaced("logs", module, {"log": _ignored}))
         if step == "training_step":
             set_up_validation(trainer)
             stack.callback(reset_optimizers, strategy)
@@ -102,7 +102,7 @@ def _stepping_muted(module: LightningModule) -> AbstractContextManager[None]:
         "optimizers": muted(module.optimizers, _MutedOptimizer),
         "lr_schedulers": muted(module.lr_schedulers, _Muted),
     }
-    return attributes_replaced(module, {**ignored, **own})
+    return replaced("manual steps", module, {**ignored, **own})
 
 
 def _ignored(*args: Any, **kwargs: Any) -> None:
