@@ -50,7 +50,7 @@ class BatchGuard:
         self._group = mesh.group("replica")
         self._num_sent = 0
         self._sent: _Sent | None = None  # not compared yet
-        self._replica_size = mesh.shape.world_size // mesh.shape.dp
+        self._replica_size = mesh.shape.size("replica")
 
     def __call__(self, batch: Any) -> Any:
         """Broadcast or compare as configured; every rank of a replica calls it with its batch.

@@ -132,8 +132,8 @@ class StateMemory:
         return [len(self._trained({rank})) for rank in range(self._shape.pp)]
 
     def _buffers(self, places: Set[int], whole: int) -> int:
-        """Buffers of collectives over the replicas."""
-        if self._shape.dp == 1:
+        """Buffers of collectives over the ranks that have the same weights."""
+        if self._shape.size("state") == 1:
             return 0
         if self._config.zero.stage < 3:
             size = self._config.zero.bucket_size
@@ -169,4 +169,4 @@ def least_held(module: nn.Module, config: ThreeDConfig, num_states: int, *, shap
     """Bytes of weights, gradients and optimizer states of a rank, where the model is cut into equal pieces."""
     state = StateMemory(StateShapes(module), {}, {}, {}, config, shape, num_states)
     held = state.at(frozenset(), None, torch.device("cpu"))
-    return (held.weights + held.gradients + held.optimizer_states) // (shape.pp * shape.tp)
+    return (held.weights + held.gradients + held.optimizer_states) // shape.model_size
