@@ -42,7 +42,7 @@ def like_state(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, An
     return formed
 
 
-def held_names(state: Mapping[str, Any]) -> set[str]:
+def held_names(state: Mapping[str, object]) -> set[str]:
     """Names of what this rank holds of a model's state."""
     present = {fqn: not value.is_meta for fqn, value in state.items() if isinstance(value, Tensor)}
     for fqn in state.keys() - present.keys():

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -146,7 +146,7 @@ class Mesh:
     slices: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
     """The answers of `sliced` so far."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         """Itself: process groups belong to the process."""
         return self
 

@@ -86,7 +86,7 @@ class StateMemory:
         ranks = {block.fqn: plan.ranks_of(block) for block in plan.blocks}
         return cls(shapes, plan.state_ranks, ranks, plan.tensors, config, plan.shape, num_states)
 
-    def of_ranks(self, microbatch: Any, device: torch.device) -> list[StaticMemory]:
+    def of_ranks(self, microbatch: object, device: torch.device) -> list[StaticMemory]:
         """The memory of each rank of the pp axis, on a device of this kind."""
         return [self.at({pp_rank}, microbatch, device) for pp_rank in range(self._shape.pp)]
 
@@ -154,7 +154,7 @@ class StateMemory:
         return [(parameter, num) for parameter, num in self._present(places) if parameter.requires_grad]
 
 
-def bytes_of(batch: Any) -> int:
+def bytes_of(batch: object) -> int:
     """The tensors of a batch."""
     return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 

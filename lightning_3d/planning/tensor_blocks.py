@@ -178,13 +178,13 @@ def _kind_of(fqn: str, block: nn.Module, excluded: Collection[nn.Parameter]) -> 
     return identity_of(fqn, block), is_shared
 
 
-def _described(inputs: Any) -> str:
+def _described(inputs: object) -> str:
     """Equal for calls that planning can't tell apart."""
     return repr(
         tree_map(lambda leaf: type(leaf) if is_opaque(leaf) and not isinstance(leaf, TensorMeta) else leaf, inputs)
     )
 
 
-def example_inputs(inputs: Any, form: Callable[[TensorMeta], Tensor] = TensorMeta.on_meta) -> Any:
+def example_inputs(inputs: object, form: Callable[[TensorMeta], Tensor] = TensorMeta.on_meta) -> Any:
     """Traced inputs of a block, with meta tensors, or those of another form, in place of ``TensorMeta``."""
     return tree_map_only(TensorMeta, form, inputs)

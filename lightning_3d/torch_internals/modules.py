@@ -117,7 +117,7 @@ def forward_hooks_copied(module: nn.Module) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def attributes_replaced(owner: object, new: Mapping[str, Any]) -> Iterator[None]:
+def attributes_replaced(owner: object, new: Mapping[str, object]) -> Iterator[None]:
     """Let an object, class or module have other attributes inside, its own or in place of inherited ones."""
     before = {name: vars(owner)[name] for name in new if name in vars(owner)}
     for name, value in new.items():

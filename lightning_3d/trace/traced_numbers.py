@@ -56,12 +56,12 @@ class TracedInt(int):
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
 
-    def _decided(self, name: str, *others: Any) -> Any:
+    def _decided(self, name: str, *others: object) -> Any:
         expression: Expression = (name, (self.expression, *map(_operand, others)))
         self.decisions.note(expression)
         return _OPERATIONS[name](int.__int__(self), *map(_plain, others))
 
-    def _computed(self, name: str, *others: Any, reflected: bool = False) -> Any:
+    def _computed(self, name: str, *others: object, reflected: bool = False) -> Any:
         operands = [self, *others]
         if not all(isinstance(other, int | float) for other in others):
             return NotImplemented
@@ -78,7 +78,7 @@ def _set_operators() -> None:
         return lambda self, *others: self._computed(name, *others, reflected=reflected)
 
     def comparing(name: str) -> Callable[..., Any]:
-        def compare(self: TracedInt, other: Any) -> Any:
+        def compare(self: TracedInt, other: object) -> Any:
             return self._decided(name, other) if isinstance(other, int | float) else NotImplemented
 
         return compare
@@ -95,7 +95,7 @@ _set_operators()
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {**_ARITHMETIC, **_COMPARISONS, **_VALUES}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return int.__int__(value) if isinstance(value, TracedInt) else value
 
 

@@ -121,7 +121,7 @@ class OutsideReads:
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP2's own hooks in what a user compiled
-    def read_arguments(self, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    def read_arguments(self, unit: nn.Module, args: object, kwargs: object) -> Any:
         """A hook before the forward of a unit, and before FSDP2's: parameters among its arguments are read."""
         leaves, spec = tree_flatten((args, kwargs))
         if not any(map(whole_of, leaves)):
