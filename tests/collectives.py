@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.planning.plan import Plan
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor import BlockTensorPlan
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 # Operator -> kind, and which of its tensors is the full one: the largest.
 _KINDS = {

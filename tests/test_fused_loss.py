@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.measured_memory import AllocatedPeak
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import identity_forward_all_reduce_backward
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import identity_forward_all_reduce_backward
 from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits, made

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Shard
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.placement import Shard
+from lightning_3d.sharding.sequence import GatheredSequence
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
-from lightning_3d.tensor.sequence import GatheredSequence
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 
 def _sharded(*shape: int) -> tuple[ShardedTensor, Interpreter]:

@@ -16,10 +16,10 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.planning.plan import Plan
+from lightning_3d.sharding.rules.local_form import local_form
+from lightning_3d.sharding.rules.watched_ops import WatchedOps
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor import Verification, plan_block, verify, verify_block
-from lightning_3d.tensor.rules.local_form import local_form
-from lightning_3d.tensor.rules.watched_ops import WatchedOps
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from tests.models import Block, TinyGPT, tokens
 from tests.parity import Job, Layout, assert_parity, plan_text, run_layout
 from tests.workers import WorkerPools

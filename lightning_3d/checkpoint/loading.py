@@ -29,7 +29,7 @@ from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.checkpoint.reading import unpickling
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
-from lightning_3d.tensor.placement import InterleavedShard, interleaved_parameters
+from lightning_3d.sharding.placement import InterleavedShard, interleaved_parameters
 
 # --------------------------------------------------------------------------------------------------------- by a Trainer
 

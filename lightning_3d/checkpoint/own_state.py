@@ -18,7 +18,7 @@ from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.lazy import info_of, made, take, unread
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.model.absent import stand_in
-from lightning_3d.tensor.placement import interleaved_parameters
+from lightning_3d.sharding.placement import interleaved_parameters
 from lightning_3d.torch_internals.modules import named_state
 
 expects_parts: ContextVar[bool] = ContextVar("expects_parts", default=False)

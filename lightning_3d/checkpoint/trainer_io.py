@@ -46,7 +46,7 @@ from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.memory.rank_memory import GIB, size_text
-from lightning_3d.tensor.placement import interleaved_parameters
+from lightning_3d.sharding.placement import interleaved_parameters
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.modules import named_state

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from lightning_3d.model.block_runner import AnyCallable
-from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.sharded_forward import ShardedForward
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import Computation, NotCompilable
 from lightning_3d.torch_internals.dispatch import HigherOrderOperator
 from lightning_3d.torch_internals.dynamo import compiler_errors, is_limit

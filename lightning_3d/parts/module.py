@@ -26,7 +26,7 @@ from lightning_3d.model.absent import Stages, mark_absent
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.parts.part_tensor import own_part, watch_parts
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import marks_hidden, marks_of
+from lightning_3d.sharding.placement import marks_hidden, marks_of
 from lightning_3d.torch_internals.fsdp_units import let_be_copied, without_units
 from lightning_3d.torch_internals.modules import APPLY, buffers_of, parameters_of
 

@@ -30,7 +30,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.absent import AbsentTensor
 from lightning_3d.parts.elementwise import is_elementwise
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import ORDER, InterleavedShard, interleaved_parameters, order_of
+from lightning_3d.sharding.placement import ORDER, InterleavedShard, interleaved_parameters, order_of
 from lightning_3d.torch_internals.dispatch import (
     GET_DATA,
     SET_DATA,

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import running
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import own_shard
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Sharded
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import own_shard
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.placement import Sharded
+from lightning_3d.sharding.sequence import cut_sequence, is_uneven
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.sequence import cut_sequence, is_uneven
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazily_gathered
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by

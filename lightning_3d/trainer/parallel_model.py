@@ -55,7 +55,7 @@ from lightning_3d.planning.plan import Findings, Plan
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device

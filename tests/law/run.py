@@ -21,7 +21,7 @@ from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.checkpoint import export_checkpoint
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.planning.plan import Plan
-from lightning_3d.tensor.placement import interleaved_parameters
+from lightning_3d.sharding.placement import interleaved_parameters
 from tests.collectives import BlockInputs, Sent
 from tests.law.cover import Case
 from tests.law.habits import HABITS, Habit

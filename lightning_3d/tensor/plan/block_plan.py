@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 
-from lightning_3d.tensor.axis import Kind, sent_bytes
-from lightning_3d.tensor.placement import InterleavedShard, Sharded
+from lightning_3d.sharding.axis import Kind, sent_bytes
+from lightning_3d.sharding.placement import InterleavedShard, Sharded
 
 Role = Literal["column", "row", "replicate", "vocabulary"]
 """column: the output features are sharded; row: the contracted features are; replicate: every rank holds all of it;

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Kind
+from lightning_3d.sharding.axis import Kind
 from lightning_3d.tensor.plan.block_plan import Collective
 from lightning_3d.torch_internals.autograd import reachable_nodes
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.sequence import cut_sequence
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.plan.assumed_values import AssumedValues
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
-from lightning_3d.tensor.sequence import cut_sequence
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.tensors import count_as_parameter
 

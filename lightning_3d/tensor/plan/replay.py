@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Kind
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import REPLICATE, InterleavedShard, Replicate, Shard, Sharded
+from lightning_3d.sharding.axis import Kind
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.placement import REPLICATE, InterleavedShard, Replicate, Shard, Sharded
+from lightning_3d.sharding.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall
+from lightning_3d.sharding.rules.function import map_tensors, tensors_in
+from lightning_3d.sharding.rules.views import SEPARATE
+from lightning_3d.sharding.sequence import SEQUENCE_DIM, cut_sequence, is_along
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of, shard_dim
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
 from lightning_3d.tensor.plan.record import Answer, Record, RecordedCall
 from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation, Terms
 from lightning_3d.tensor.plan.weights import Weights
-from lightning_3d.tensor.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall
-from lightning_3d.tensor.rules.function import map_tensors, tensors_in
-from lightning_3d.tensor.rules.views import SEPARATE
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, cut_sequence, is_along
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of, shard_dim
 from lightning_3d.torch_internals.tensors import make_wrapper
 
 

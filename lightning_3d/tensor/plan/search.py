@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.tensor.axis import sent_bytes
+from lightning_3d.sharding.axis import sent_bytes
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.plan.known_choices import KnownChoice
 from lightning_3d.tensor.plan.planned_axis import PlannedCollective

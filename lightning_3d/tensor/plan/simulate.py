@@ -16,24 +16,24 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Placement, Sharded
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.placement import Placement, Sharded
+from lightning_3d.sharding.rules import channelwise
+from lightning_3d.sharding.rules.aliases import alias_dims
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall
+from lightning_3d.sharding.rules.channelwise import as_channel_call
+from lightning_3d.sharding.rules.contraction import as_contraction
+from lightning_3d.sharding.rules.convolution import as_convolution
+from lightning_3d.sharding.rules.function import Function
+from lightning_3d.sharding.rules.projection import as_projection
+from lightning_3d.sharding.rules.views import SEPARATE, cut_pieces, num_parts_of, viewed_shape
+from lightning_3d.sharding.sequence import cut_sequence
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, SourceWeights, placement_of, shard_dim
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
 from lightning_3d.tensor.plan.weights import Weights, sources_of
-from lightning_3d.tensor.rules import channelwise
-from lightning_3d.tensor.rules.aliases import alias_dims
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall
-from lightning_3d.tensor.rules.channelwise import as_channel_call
-from lightning_3d.tensor.rules.contraction import as_contraction
-from lightning_3d.tensor.rules.convolution import as_convolution
-from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.rules.projection import as_projection
-from lightning_3d.tensor.rules.views import SEPARATE, cut_pieces, num_parts_of, viewed_shape
-from lightning_3d.tensor.sequence import cut_sequence
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, SourceWeights, placement_of, shard_dim
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.pytree import tree_leaves
 

@@ -16,17 +16,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import InterleavedShard, Placement, Shard, Sharded, in_parts
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import InterleavedShard, Placement, Shard, Sharded, in_parts
+from lightning_3d.sharding.rules.aliases import AliasDims, alias_dims
+from lightning_3d.sharding.rules.call import TorchCall
+from lightning_3d.sharding.rules.contraction import Contraction
+from lightning_3d.sharding.rules.convolution import Convolution
+from lightning_3d.sharding.rules.function import tensors_in
+from lightning_3d.sharding.rules.projection import Projection
+from lightning_3d.sharding.rules.views import cut_pieces
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, SourceWeights, parts_of, placement_of, shard_dim
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
-from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims
-from lightning_3d.tensor.rules.call import TorchCall
-from lightning_3d.tensor.rules.contraction import Contraction
-from lightning_3d.tensor.rules.convolution import Convolution
-from lightning_3d.tensor.rules.function import tensors_in
-from lightning_3d.tensor.rules.projection import Projection
-from lightning_3d.tensor.rules.views import cut_pieces
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, SourceWeights, parts_of, placement_of, shard_dim
 
 _ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import own_shard
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.sharding import collectives
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import own_shard
+from lightning_3d.sharding.rules.function import Function
 from lightning_3d.tensor.vocabulary.sharded_classes import shard_bounds
 
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import AnyCallable, BlockRunner, runner_of
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import identity_forward_all_reduce_backward, own_shard
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import identity_forward_all_reduce_backward, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Through
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import own_shard
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Shard
+from lightning_3d.sharding import collectives
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import own_shard
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.placement import Shard
+from lightning_3d.sharding.rules.function import Function
+from lightning_3d.sharding.rules.projection import as_projection
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role
 from lightning_3d.tensor.plan.record import RecordedCall, record_block
 from lightning_3d.tensor.plan.weights import named_parameters
-from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.rules.projection import as_projection
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits

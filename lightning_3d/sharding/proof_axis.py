@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.torch_internals.capture import is_captured
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.rules.watched_ops import WatchedOps
+from lightning_3d.sharding.rules.function import Function, tensors_in
+from lightning_3d.sharding.rules.watched_ops import WatchedOps
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.dtensor import NoRule, ShardingRules
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.sharding.rules.function import Function
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 

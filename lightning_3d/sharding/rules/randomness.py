@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Sharded
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall
-from lightning_3d.tensor.sharded_tensor import placement_of
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Sharded
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall
+from lightning_3d.sharding.sharded_tensor import placement_of
 
 # ------------------------------------------------------------------------------------------------------------- rules
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Shard, Sharded, in_parts
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall
-from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, parts_of, placement_of, shard_dim
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Shard, Sharded, in_parts
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall
+from lightning_3d.sharding.rules.function import Function, tensors_in
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, parts_of, placement_of, shard_dim
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow", "__getitem__"})
 

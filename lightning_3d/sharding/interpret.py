@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_3d.activations.collective_mode import unseen_by_checkpoints
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Partial, Placement, Replicate, Shard, Sharded
-from lightning_3d.tensor.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall, on_whole
-from lightning_3d.tensor.rules.function import (
+from lightning_3d.sharding import collectives
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Partial, Placement, Replicate, Shard, Sharded
+from lightning_3d.sharding.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall, on_whole
+from lightning_3d.sharding.rules.function import (
     DECIDES,
     MEMORY,
     METADATA,
@@ -35,12 +35,12 @@ from lightning_3d.tensor.rules.function import (
     map_tensors,
     simplified,
 )
-from lightning_3d.tensor.rules.generic import generic
-from lightning_3d.tensor.rules.rewritten import rewritten
-from lightning_3d.tensor.rules.table import RULES
-from lightning_3d.tensor.running_statistics import RunningStatistics
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, GatheredSequence, is_along
-from lightning_3d.tensor.sharded_tensor import UNSEEN, ShardedTensor, shard_dim
+from lightning_3d.sharding.rules.generic import generic
+from lightning_3d.sharding.rules.rewritten import rewritten
+from lightning_3d.sharding.rules.table import RULES
+from lightning_3d.sharding.running_statistics import RunningStatistics
+from lightning_3d.sharding.sequence import SEQUENCE_DIM, GatheredSequence, is_along
+from lightning_3d.sharding.sharded_tensor import UNSEEN, ShardedTensor, shard_dim
 from lightning_3d.torch_internals.dispatch import SET_DATA, DisableTorchFunction, function_modes
 from lightning_3d.torch_internals.modules import buffers_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten

@@ -12,8 +12,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Shard
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Shard
 from lightning_3d.torch_internals.autograd import StopRecomputation
 
 

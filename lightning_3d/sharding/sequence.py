@@ -16,10 +16,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Shard
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.sharding import collectives
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Shard
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.autograd import is_checkpointing, is_in_backward, when_backward_ends
 from lightning_3d.torch_internals.capture import is_captured, recomputed_when_compiled
 from lightning_3d.torch_internals.tensors import storage_id

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, Placement, Shard
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall, on_whole
-from lightning_3d.tensor.rules.randomness import apply_drops, draws, own_drops, seeded_for_rank
-from lightning_3d.tensor.sharded_tensor import placement_of, shard_dim
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD, Placement, Shard
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall, on_whole
+from lightning_3d.sharding.rules.randomness import apply_drops, draws, own_drops, seeded_for_rank
+from lightning_3d.sharding.sharded_tensor import placement_of, shard_dim
 from lightning_3d.torch_internals.attention import attention_weights, drops_by_itself
 
 

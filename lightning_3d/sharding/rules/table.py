@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lightning_3d.tensor.rules import aliases, channelwise, contraction, convolution, projection, randomness, views
-from lightning_3d.tensor.rules.attention import attend
-from lightning_3d.tensor.rules.call import Rule
-from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
+from lightning_3d.sharding.rules import aliases, channelwise, contraction, convolution, projection, randomness, views
+from lightning_3d.sharding.rules.attention import attend
+from lightning_3d.sharding.rules.call import Rule
+from lightning_3d.sharding.rules.function import EXPERTS_MATMULS
 
 
 def _table() -> Mapping[str, tuple[Rule, ...]]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import InterleavedShard, Shard, Sharded
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import InterleavedShard, Shard, Sharded
 from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, set_gradient_hooks
 
 UNSEEN = (

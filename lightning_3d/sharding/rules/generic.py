@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Shard, in_parts
-from lightning_3d.tensor.rules.call import PARTIAL, LocalCall, TorchCall
-from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
-from lightning_3d.tensor.sharded_tensor import placement_of
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Shard, in_parts
+from lightning_3d.sharding.rules.call import PARTIAL, LocalCall, TorchCall
+from lightning_3d.sharding.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
+from lightning_3d.sharding.sharded_tensor import placement_of
 
 _OF_ANY_LENGTHS = {
     *("abs", "add", "clamp", "clone", "contiguous", "cos", "div", "exp", "float", "log", "logical_not"),

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.activations.collective_mode import collective, is_kept, unseen_by_checkpoints
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import InterleavedShard, Sharded
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import InterleavedShard, Sharded
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.dtensor import local_tensor, spec_of
 from lightning_3d.torch_internals.tensors import count_as_parameter, is_referred_to
