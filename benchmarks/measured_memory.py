@@ -113,7 +113,7 @@ class MeasuredPeak(L.Callback):
         """Note the peak."""
         if batch_idx == 1:
             assert isinstance(trainer.strategy, ThreeDStrategy)
-            trainer.strategy.settle()  # the profiler can crash if it ends while a collective runs
+            trainer.strategy.run.parallel.settle()  # the profiler can crash if it ends while a collective runs
             if self._device.type == "cpu":
                 self.peak = self._at_start + self._allocated.stop()
             else:

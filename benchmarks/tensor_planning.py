@@ -25,9 +25,9 @@ from lightning_3d.distributed.mesh import build_mesh, resolve_mesh_shape
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.observer import ExampleStep, Observer
 from lightning_3d.planning.planner import decide
+from lightning_3d.run.parallel.tensor_parallel import prove_blocks
 from lightning_3d.tensor import plan_block
 from lightning_3d.tensor.plan.known_choices import FOLDER
-from lightning_3d.trainer.tensor_parallel import prove_blocks
 
 NUM_BLOCKS, WIDTH, HEADS = 48, 256, 8
 

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.trainer.report import report_table
+from lightning_3d.run.report import report_table
 
 # ------------------------------------------------------------------------------------------------------------ model
 

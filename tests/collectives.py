@@ -83,7 +83,7 @@ class BlockInputs(L.Callback):
     ) -> None:
         self._inputs.clear()
         self._hooks = []
-        if trainer.strategy._parallel is None:  # type: ignore[attr-defined]  # where a step is rehearsed, to plan
+        if not trainer.strategy.run.is_parallel:  # type: ignore[attr-defined]  # where a step is rehearsed, to plan
             return
         self._hooks = [
             pl_module.get_submodule(block.fqn).register_forward_pre_hook(self._keep(block.fqn), with_kwargs=True)

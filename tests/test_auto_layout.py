@@ -25,8 +25,8 @@ from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import MemoryPlanError
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer import auto_layout
-from lightning_3d.trainer.dry_run import DryRun, search_layout
+from lightning_3d.run.decide import auto_layout
+from lightning_3d.run.decide.dry_run import DryRun, search_layout
 from tests.models import TinyMLP, features
 from tests.parity import QUIET, assert_same_state, whole_state
 from tests.workers import WorkerPools

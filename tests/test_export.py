@@ -173,7 +173,7 @@ def _leaves(checkpoint: Any) -> dict[str, Any]:
 def _saved_twice(path: Path) -> None:
     runs, _ = fitted(Layout(dp=2, zero=3), Groups, epochs=1, callbacks=[EMAWeightAveraging()])
     for saved, is_folder in (("folder", True), ("file.ckpt", False)):
-        runs.strategy._checkpoints._writes_folders = is_folder  # type: ignore[attr-defined]
+        runs.strategy.run.checkpoints._writes_folders = is_folder  # type: ignore[attr-defined]
         runs.save_checkpoint(path / saved)
 
 

@@ -10,7 +10,7 @@ from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.errors import TraceError
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.dry_run import DryRun
+from lightning_3d.run.decide.dry_run import DryRun
 from tests.models import Regression
 from tests.parity import Layout
 

@@ -35,7 +35,7 @@ ROOMS = (
     "data",
     "checkpoint",
     "parts",
-    "trainer",
+    "run",
     "strategy",
     "callbacks",
     "cli",

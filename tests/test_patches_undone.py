@@ -132,26 +132,31 @@ class Raising(L.Callback):
         raise Failure(self.hook)
 
 
-class Part:
-    """Raises where the strategy tears a part of its run down."""
+class Part(L.Callback):
+    """Raises where a part of a run is undone."""
 
-    def __init__(self, trainer: L.Trainer, part: str) -> None:
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy: Any = trainer.strategy
-        owners = {"session": strategy._session, "io": strategy.checkpoint_io, "precision": strategy.precision_plugin}
-        self.owner, self.name = owners[part], "teardown"
-        if part == "session":
-            self.owner.callback(self.fail)
-        else:
-            self.owner.teardown = self.fail
+        run = strategy.run
+        if self.part in ("contexts", "optimizers"):
+            (run.ranks.session if self.part == "contexts" else run.optimizers._undone).callback(self.fail)
+            return
+        owners = {"io": strategy.checkpoint_io, "precision": strategy.precision_plugin, "saves": run.checkpoints}
+        self.owner = owners[self.part]
+        self.owner.teardown = self.fail
 
     def fail(self) -> None:
-        vars(self.owner).pop(self.name, None)
+        if self.part not in ("contexts", "optimizers"):
+            vars(self.owner).pop("teardown", None)
         raise Failure("in teardown")
 
 
 def _left_by(layout: Layout, hook: str, part: str) -> list[str]:
     """What a run leaves changed of torch, Lightning and the process whose end raises."""
-    callbacks = [Raising(hook)] if hook else []
+    callbacks = [Raising(hook) if hook else Part(part)]
     trainer = L.Trainer(
         **{**QUIET, "max_steps": 3, "limit_val_batches": 0, "enable_checkpointing": False},
         devices=layout.world_size,
@@ -159,8 +164,6 @@ def _left_by(layout: Layout, hook: str, part: str) -> list[str]:
         callbacks=callbacks,
     )
     model = Model(fails=hook == "on_exception")
-    if part:
-        Part(trainer, part)
     before = Surroundings()
     with pytest.raises(Failure):
         trainer.fit(model, loader(tokens(18), global_batch_size=8))
@@ -168,7 +171,8 @@ def _left_by(layout: Layout, hook: str, part: str) -> list[str]:
     return before.changes(Surroundings())
 
 
-ENDS = [("on_exception", ""), ("teardown", ""), ("", "session"), ("", "io"), ("", "precision")]
+_PARTS = ("contexts", "optimizers", "saves", "io", "precision")
+ENDS = [("on_exception", ""), ("teardown", ""), *(("", part) for part in _PARTS)]
 
 
 def _ends(layout: Layout) -> list[list[str]]:

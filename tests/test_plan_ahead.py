@@ -23,7 +23,7 @@ from lightning_3d.memory.rank_memory import GIB
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.timing import makespan
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.dry_run import DryRun, DryRunPlan
+from lightning_3d.run.decide.dry_run import DryRun, DryRunPlan
 from tests.models import TinyGPT
 from tests.parity import Layout
 from tests.scripts import start

@@ -21,7 +21,6 @@ from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.transfers import SideStreams
 from lightning_3d.callbacks import Telemetry
 from lightning_3d.torch_internals.modules import attributes_replaced
-from lightning_3d.trainer import parallel_model
 from lightning_3d.zero.offload import steps
 from lightning_3d.zero.offload.copies import Lent
 from lightning_3d.zero.offload.windows import Part, deal
@@ -256,7 +255,7 @@ def _with_activations_offloaded(layout: Layout) -> tuple[dict[str, Tensor], dict
         small = {"Offload": partial(Offload, least_bytes=1)}
         with (
             mock.patch.object(SideStreams, "to_host", autospec=True, side_effect=SideStreams.to_host) as copies,
-            attributes_replaced(parallel_model, small),
+            attributes_replaced(activations, small),
         ):
             settings: dict[str, Any] = {"batches": 2, "epochs": 1, "accelerator": device.NAME}
             trainer, _ = fitted(replace(layout, activations=activations), TinyGPT, **settings)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_3d import ThreeDStrategy
 from lightning_3d.distributed.mesh import MeshShape, shared_mesh
 from lightning_3d.model.initial_weights import place_weights
-from lightning_3d.trainer.shared_buffers import SharedBuffers
+from lightning_3d.run.parallel.shared_buffers import SharedBuffers
 from tests.models import TinyMLP, features, loader
 from tests.parity import QUIET
 from tests.workers import WorkerPools

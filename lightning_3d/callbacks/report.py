@@ -14,9 +14,9 @@ from lightning_3d.callbacks.rows import row_table
 from lightning_3d.callbacks.telemetry import Telemetry
 from lightning_3d.callbacks.timeline import ScheduleTimeline
 from lightning_3d.errors import StepError
+from lightning_3d.run.report import report_table
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
-from lightning_3d.trainer.report import report_table
 
 if TYPE_CHECKING:
     from lightning_3d.callbacks.page import Section

@@ -260,12 +260,14 @@ class Telemetry(L.Callback):
     def _begin_step(self, strategy: ThreeDStrategy, batch: object) -> None:
         self._is_in_step = True
         if self._recorder is not None:
-            strategy.measure_steps(self._recorder)
-            self._measuring.callback(strategy.measure_steps, None)
+            strategy.run.measure_steps(self._recorder)
+            self._measuring.callback(strategy.run.measure_steps, None)
             self._measuring.enter_context(around_collectives(self._mesh.shape, self._communicating))
         elif self._is_special and self._index >= _TRACED and not self._is_traced:
             self._measuring.enter_context(profile(activities=supported_activities(), on_trace_ready=self._write_trace))
-            self._measuring.callback(strategy.settle)  # the profiler can crash if it ends while a collective runs
+            self._measuring.callback(
+                strategy.run.parallel.settle
+            )  # the profiler can crash if it ends while a collective runs
         elif self._is_special and self._index > 0 and not self._has_counted and self._shapes != _shapes(batch):
             self._counter, self._shapes, self._has_counted = FlopCounter(), _shapes(batch), True
         if self._recorder is not None or self._counter is not None:

@@ -46,7 +46,7 @@ class ScheduleTimeline(L.Callback):
         if self._num_steps == self.step:
             strategy = self._strategy(trainer)
             self._recorder = SpanRecorder(strategy.root_device)
-            strategy.measure_steps(self._recorder)
+            strategy.run.measure_steps(self._recorder)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -61,7 +61,7 @@ class ScheduleTimeline(L.Callback):
     @staticmethod
     def _gathered(strategy: ThreeDStrategy, recorder: SpanRecorder) -> Timeline:
         """The spans that the ranks of this pipeline measured."""
-        strategy.measure_steps(None)
+        strategy.run.measure_steps(None)
         if not (runs := recorder.runs()):
             raise StepError("A timeline shows the schedule of a pipeline in microbatches, which this step has not run.")
         measured = gather_objects(runs[-1], strategy.mesh.group("pp"))

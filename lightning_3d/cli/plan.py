@@ -28,7 +28,7 @@ from lightning_3d.pipeline.microbatches import num_samples
 from lightning_3d.planning.budget import trade_offs
 from lightning_3d.planning.layouts import Choice
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.trainer.dry_run import DryRun, DryRunPlan, search_layout
+from lightning_3d.run.decide.dry_run import DryRun, DryRunPlan, search_layout
 from lightning_3d.waits import long_wait
 
 _HALVINGS = 4

@@ -6,12 +6,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.config.deepspeed import FromDeepSpeed, read_deepspeed
-from lightning_3d.config.deepspeed_optimizers import build
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError
 
@@ -21,8 +18,6 @@ class Configured:
 
     deepspeed: FromDeepSpeed | None = None
     """The DeepSpeed config that it was made from."""
-
-    _has_given_optimizers = False
 
     @classmethod
     def from_config(cls, config: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Self:
@@ -70,48 +65,3 @@ class Configured:
         made.deepspeed = read
         rank_zero_info(f"From the DeepSpeed config:\n{read}")
         return made
-
-    def give_optimizers(self, module: LightningModule) -> None:
-        """Let a module without ``configure_optimizers`` have one that builds what the DeepSpeed config says.
-
-        Raises:
-            ConfigError: the module has one, but the config a scheduler that it may lack.
-        """
-        built = {} if self.deepspeed is None else self.deepspeed.built
-        if not is_overridden("configure_optimizers", module):
-            if "optimizer" in built:
-                module.configure_optimizers = lambda: build(module, built)  # type: ignore[method-assign]
-                self._has_given_optimizers = True
-            elif built:
-                raise ConfigError(
-                    f"the DeepSpeed config has a scheduler and no optimizer, and {type(module).__name__} no"
-                    " configure_optimizers: add an optimizer to one of them"
-                )
-        elif "scheduler" in built:
-            raise ConfigError(
-                f"the DeepSpeed config has a scheduler, but {type(module).__name__} has a configure_optimizers of its"
-                " own: return the scheduler from there, too, and say leave_out=['scheduler']"
-            )
-        elif built:
-            rank_zero_info("The optimizer of the DeepSpeed config is left out: configure_optimizers returns one.")
-
-    def take_optimizers(self, module: LightningModule) -> None:
-        """Undo it."""
-        if self._has_given_optimizers:
-            del vars(module)["configure_optimizers"]
-            self._has_given_optimizers = False
-
-    def check_deepspeed(self, trainer: Trainer, precision: str, num_replicas: int) -> None:
-        """Refuse a Trainer that does otherwise than the DeepSpeed config says.
-
-        Raises:
-            ConfigError: it does.
-        """
-        if self.deepspeed is not None:
-            self.deepspeed.check(
-                num_replicas,
-                precision=precision,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-                accumulate_grad_batches=trainer.accumulate_grad_batches,
-            )

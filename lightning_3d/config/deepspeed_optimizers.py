@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -110,3 +113,33 @@ def _after(kind: str, given: Mapping[str, Any], number: int, num_warmups: int) -
         return float(max(0.0, (total - number) / max(1.0, total - num_warmups)))
     least, done = given["cos_min_ratio"], min(1.0, (number - num_warmups + 1) / max(1, total - num_warmups))
     return float(max(0.0, least + (1 - least) * (1 + math.cos(math.pi * done)) / 2))
+
+
+@contextmanager
+def optimizers_given(module: LightningModule, built: Mapping[str, tuple[str, dict[str, Any]]]) -> Iterator[None]:
+    """Let a module without ``configure_optimizers`` have one inside that builds what a DeepSpeed config says.
+
+    Raises:
+        ConfigError: the module has one, but the config a scheduler that it may lack.
+    """
+    name, has_own = type(module).__name__, is_overridden("configure_optimizers", module)
+    if built and not has_own and "optimizer" not in built:
+        raise ConfigError(
+            f"the DeepSpeed config has a scheduler and no optimizer, and {name} no configure_optimizers: add an"
+            " optimizer to one of them"
+        )
+    if "scheduler" in built and has_own:
+        raise ConfigError(
+            f"the DeepSpeed config has a scheduler, but {name} has a configure_optimizers of its own: return the"
+            " scheduler from there, too, and say leave_out=['scheduler']"
+        )
+    if built and has_own:
+        rank_zero_info("The optimizer of the DeepSpeed config is left out: configure_optimizers returns one.")
+    if not built or has_own:
+        yield
+        return
+    module.configure_optimizers = lambda: build(module, built)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del vars(module)["configure_optimizers"]

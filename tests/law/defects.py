@@ -120,7 +120,7 @@ def _keep_own(patch: Patch) -> None:
 
 def _forget_accumulated(patch: Patch) -> None:
     def forget(strategy: ThreeDStrategy) -> None:
-        if strategy._accumulating and _is_now(strategy):
+        if strategy.run.steps.accumulating and _is_now(strategy):
             _middle(strategy).grad = None
 
     _after(patch, ThreeDStrategy, "backward", forget)

@@ -14,17 +14,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.objects import broadcast_object
 from lightning_3d.distributed.replica_world import is_of_all
 from lightning_3d.errors import StepError
+from lightning_3d.run.ranks import Ranks
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.lightning_helpers import reduce_tensor
 from lightning_3d.trace.interception import present_step
 
 
-def all_gather(tensor: Tensor, mesh: Mesh, group: Any, *, sync_grads: bool) -> Tensor:
+def barrier(ranks: Ranks, device: torch.device) -> None:
+    """Wait for all ranks."""
+    if ranks.is_alone:
+        return
+    _refuse_in_stages(ranks, "barrier")
+    ranks.rendezvous.sync_point()
+    dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
+
+
+def broadcast(ranks: Ranks, obj: Any, device: torch.device, src: int) -> Any:
+    """Send an object of one rank to all."""
+    if ranks.is_alone:
+        return obj
+    _refuse_in_stages(ranks, "broadcast")
+    ranks.rendezvous.sync_point()
+    return broadcast_object(obj, device, src=src)
+
+
+def decide_together(ranks: Ranks, decision: bool, device: torch.device, *, all: bool) -> bool:
+    """Whether all ranks have decided for something, or any has."""
+    if ranks.is_alone:
+        return decision
+    ranks.rendezvous.sync_point()
+    flag = torch.tensor(int(decision), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def all_gather(ranks: Ranks, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
     """Stack the tensors of all replicas."""
-    over = _group(mesh, group, "all_gather")
+    if group is None:  # else not all ranks need come here
+        ranks.rendezvous.sync_point()
+    over = _group(ranks, group, "all_gather")
 
     def joint(tensor: Tensor) -> Tensor:
         with nullcontext() if sync_grads else torch.no_grad():
@@ -38,9 +69,13 @@ def all_gather(tensor: Tensor, mesh: Mesh, group: Any, *, sync_grads: bool) -> T
     return _answer("all_gather", joint, alone, tensor)
 
 
-def reduce(tensor: Tensor, mesh: Mesh, group: Any, reduce_op: Any) -> Tensor:
-    """Join the tensors of all replicas, in place."""
-    over = _group(mesh, group, "reduce")
+def reduce(ranks: Ranks, tensor: Tensor | Any, group: Any, reduce_op: Any) -> Any:
+    """Join the tensors of all replicas, in place; what is no tensor stays."""
+    if not isinstance(tensor, Tensor) or ranks.is_alone:
+        return tensor
+    if group is None:
+        ranks.rendezvous.sync_point()
+    over = _group(ranks, group, "reduce")
 
     def joint(tensor: Tensor) -> Tensor:
         return reduce_tensor(tensor, over, reduce_op=reduce_op)
@@ -52,23 +87,24 @@ def reduce(tensor: Tensor, mesh: Mesh, group: Any, reduce_op: Any) -> Tensor:
     return _answer("reduce", joint, alone, tensor)
 
 
-def refuse_in_stages(mesh: Mesh, name: str) -> None:
-    """Raise for a collective of all ranks in a step of a pipeline.
+def _is_in_stages(ranks: Ranks) -> bool:
+    return ranks.mesh.shape.pp > 1 and present_step() is not None
 
-    Raises:
-        StepError: it is called there.
-    """
-    if mesh.shape.pp > 1 and present_step() is not None:
+
+def _refuse_in_stages(ranks: Ranks, name: str) -> None:
+    """Raise for a collective of all ranks in a step of a pipeline."""
+    if _is_in_stages(ranks):
         raise StepError(
             f"trainer.strategy.{name} was called in a step, but with a pipeline not every stage gets to each line of"
             " it, and those that do for each microbatch. Call it in a hook, such as on_train_batch_end."
         )
 
 
-def _group(mesh: Mesh, group: Any, name: str) -> Any:
-    if is_of_all(group, mesh.group("samples")):
-        return mesh.group("samples")
-    if mesh.shape.pp > 1 and present_step() is not None:
+def _group(ranks: Ranks, group: Any, name: str) -> Any:
+    samples = ranks.mesh.group("samples")
+    if is_of_all(group, samples):
+        return samples
+    if _is_in_stages(ranks):
         raise StepError(
             f"{name} over a group of its own was called in a step, but with a pipeline one stage calls it, and not"
             " every rank of that group may be on it. Leave the group out: it is that of the replicas."

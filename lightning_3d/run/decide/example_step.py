@@ -19,8 +19,8 @@ from lightning_3d.pipeline.microbatches import copied_batch, split_batch
 from lightning_3d.planning.inline_mode import is_microbatched
 from lightning_3d.planning.observer import ExampleStep
 from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.run.decide.rehearsal import with_simulated_fit_start
 from lightning_3d.torch_internals.lightning_helpers import before_transfer, callbacks_of, further_arguments
-from lightning_3d.trainer.rehearsal import with_simulated_fit_start
 
 _STEPS: Mapping[TrainerFn, str] = {
     TrainerFn.FITTING: "training_step",

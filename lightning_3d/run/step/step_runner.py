@@ -19,10 +19,10 @@ from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.planning.inline_mode import inline_text, naming_inline, once_inline_text, unfollowed_text
 from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.run.step.pending_gradients import PendingGradients, zeroes_unseen
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.pytree import tree_map
-from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.gradients import Gradients
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,17 +15,62 @@ from torch import nn
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.distributed.agreement import raise_on_all_ranks
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.block_runner import Compiled
 from lightning_3d.model.initial_weights import move_parameters, put_back
 from lightning_3d.model.kinds import identity_of
+from lightning_3d.model.snapshot import preserved
 from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
+from lightning_3d.run.context import RunContext
+from lightning_3d.run.decide.plan_model import Planned
+from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.tensor import Verification, apply_block, replicated_plan, verify_block
+from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.trace.fake_blocks import random_like
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.waits import long_wait
+from lightning_3d.zero.fully_sharded import is_shardable
+
+
+def shard_blocks(
+    planned: Planned, blocks: Mapping[str, nn.Module], compiled: Callable[[nn.Module], Compiled | None]
+) -> Plan:
+    """Shard the blocks whose plans prove out, on other weights while the model has none; every rank calls it.
+
+    Returns:
+        The plan, which says which.
+    """
+    context, plan = planned.context, planned.plan
+    module, mesh, device, config = context.module, context.mesh, context.device, context.config
+    if mesh.shape.tp > 1:
+        warn_of_whole_sequences(plan)
+        # The user's code that runs before training draws no numbers of it, and modules beside blocks keep nothing.
+        with Generators(device).preserved(), context.precision.dtype_of_steps(), preserved(module):
+            if config.tensor.verify:
+                observed, is_empty = planned.observed, planned.built.is_empty
+                plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiled, is_empty)
+        apply_blocks(plan, module, blocks, mesh, device)
+    # FSDP2 takes those that it shards unit by unit.
+    is_fully_sharded = config.zero.is_fully_sharded(mesh.shape.dp)
+    move_parameters(module, {p for p in module.parameters() if not (is_fully_sharded and is_shardable(p))}, device)
+    return plan
+
+
+def fused_heads(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]) -> FusedHeads:
+    """The heads that may run with their losses."""
+    planned = {
+        block.fqn: (
+            blocks[block.fqn],
+            HeadPlan(tensor=block.tensor, is_recomputed=block.is_recomputed, is_offloaded=block.is_offloaded),
+        )
+        for block in (plan.blocks if context.config.activations.fused_loss == "auto" else ())
+    }
+    tp = context.mesh.sliced("tp").mesh.flatten().tolist()
+    sync_check = partial(context.rendezvous.sync_check, tp, in_steps=True)
+    return FusedHeads(planned, MeshAxis(context.mesh.axis("tp")) if len(tp) > 1 else None, sync_check)
 
 
 def prove_blocks(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
@@ -27,7 +26,10 @@ from lightning_3d.pipeline.microbatches import num_samples
 from lightning_3d.planning.held import least_held
 from lightning_3d.planning.layouts import Choice, Layout
 from lightning_3d.planning.observer import ExampleStep
-from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.run.context import RunContext
+from lightning_3d.run.decide.dry_run import DryRun, search_layout
+from lightning_3d.run.decide.example_step import example_step
+from lightning_3d.run.decide.requirements import check, check_model
 from lightning_3d.torch_internals.lightning_helpers import (
     active_loaders,
     callbacks_of,
@@ -35,9 +37,6 @@ from lightning_3d.torch_internals.lightning_helpers import (
     make_optimizers,
     samplers_noted,
 )
-from lightning_3d.trainer.dry_run import DryRun, search_layout
-from lightning_3d.trainer.example_step import example_step
-from lightning_3d.trainer.requirements import check, check_model
 from lightning_3d.waits import long_wait
 from lightning_3d.zero.optimizer_kind import is_known
 
@@ -45,20 +44,15 @@ _ONE_BUCKET = 2**20  # bytes of weights that replicas reduce at once: nothing is
 _OF_STATE = 0.6  # the part of the memory that a model which can't be traced may hold between steps
 
 
-def choose_layout(
-    trainer: Trainer,
-    module: LightningModule,
-    config: ThreeDConfig,
-    shape: MeshShape,
-    precision: ThreeDPrecision,
-    device: torch.device,
-    ranks_per_node: int,
-) -> Choice | None:
+def choose_layout(context: RunContext, ranks_per_node: int) -> Choice | None:
     """The layout of a fit; None for one that is to be of plain replicas, without more words. Every rank calls it.
 
     Args:
-        shape: Of plain replicas, for which dataloaders are made first.
+        context: On a mesh of plain replicas, for which dataloaders are made first.
+        ranks_per_node: Processes that share a machine.
     """
+    trainer, module, config, shape = context.trainer, context.module, context.config, context.mesh.shape
+    precision, device = context.precision, context.device
     check_model(module, config, shape)
     if sum(p.nbytes for p in module.parameters() if p.requires_grad) <= _ONE_BUCKET:
         return None

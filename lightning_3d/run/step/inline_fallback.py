@@ -22,8 +22,8 @@ from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.run.step.step_runner import TRAINING, WholeModelRunner
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
-from lightning_3d.trainer.step_runner import TRAINING, WholeModelRunner
 from lightning_3d.zero.engine import HeldGradients, Zero
 from lightning_3d.zero.gradients import Gradients
 

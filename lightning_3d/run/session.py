@@ -1,6 +1,6 @@
 """The contexts that hold while a Trainer runs, in one list: each changes something outside of a strategy's own objects.
 
-The strategy enters them in ``setup`` and leaves them in ``teardown``, which the Trainer calls after an exception, too.
+A run enters them as its phases begin and leaves them when it closes, after an exception, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -19,13 +18,14 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.resuming import Resuming
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.parts.finetuning import finetuning_joined
+from lightning_3d.run.context import RunContext
+from lightning_3d.run.parallel.parallel_model import ParallelModel
+from lightning_3d.run.step.user_clipping import clipping_joined
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.lightning_helpers import logging_as_alone
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.optimizers import averages_grouped
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
-from lightning_3d.trainer.parallel_model import ParallelModel
-from lightning_3d.trainer.user_clipping import clipping_joined
 
 
 def open_before_layout(session: ExitStack, dataclasses: list[type[Any]], resuming: Resuming | None) -> None:
@@ -51,20 +51,19 @@ def open_before_planning(session: ExitStack, config: ThreeDConfig, mesh: Mesh) -
     )
 
 
-def open_for_steps(
-    session: ExitStack,
-    module: LightningModule,
-    parallel: ParallelModel,
-    norm: Callable[[Iterable[nn.Parameter], float], Tensor],
-    *,
-    is_in_parts: bool,
-) -> None:
+def open_for_steps(session: ExitStack, context: RunContext, parallel: ParallelModel) -> None:
     """Enter what holds for a model that is parallel."""
-    pipeline = parallel.layout.mesh.group("pp")
+    pipeline, is_in_parts = context.mesh.group("pp"), context.is_in_parts
+
+    def norm(parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
+        ranks = range(context.mesh.shape.world_size)
+        context.rendezvous.sync_check(ranks, "a norm of gradients, as clip_grad_norm_ takes it")
+        return parallel.gradients.norm(parameters, norm_type)
+
     _enter(
         session,
         (True, parallel.router.installed),
-        (is_in_parts, lambda: clipping_joined(module, parallel.zero, norm)),
+        (is_in_parts, lambda: clipping_joined(context.module, parallel.zero, norm)),
         (is_in_parts, lambda: finetuning_joined(pipeline)),
         (is_in_parts, averages_grouped),
     )

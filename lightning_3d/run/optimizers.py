@@ -7,22 +7,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.planning.optimizer_plan import KindFound, OptimizerPlan
-from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.run.context import RunContext
+from lightning_3d.run.decide.requirements import check_optimizers
+from lightning_3d.run.parallel.offload import offloaded_steps
+from lightning_3d.run.parallel.parallel_model import ParallelModel
+from lightning_3d.run.step.pending_gradients import gradients_seen
 from lightning_3d.torch_internals.modules import attributes_replaced
-from lightning_3d.trainer.offload import offloaded_steps
-from lightning_3d.trainer.parallel_model import ParallelModel
-from lightning_3d.trainer.pending_gradients import gradients_seen
-from lightning_3d.trainer.requirements import check_optimizers
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.optimizer_kind import is_known
 
@@ -32,7 +29,6 @@ class TrainedOptimizers:
 
     Args:
         parallel: Gets a plan of how they step, and of what is recomputed within a budget.
-        early: Names of the parameters from before the model was made parallel, as LightningCLI's optimizers hold them.
 
     Raises:
         StepError: an optimizer would not train what it should.
@@ -40,24 +36,14 @@ class TrainedOptimizers:
         PlanError: a rank does not fit into its budget.
     """
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        parallel: ParallelModel,
-        early: Mapping[nn.Parameter, str],
-        *,
-        trainer: Trainer,
-        module: LightningModule,
-        config: ThreeDConfig,
-        mesh: Mesh,
-        precision: ThreeDPrecision,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], parallel: ParallelModel, context: RunContext) -> None:
+        module, config, mesh = context.module, context.config, context.mesh
+        precision, device = context.precision, context.device
         self.optimizers = list(optimizers)
         self._parallel = parallel
         zero, shows = parallel.zero, config.zero.show_gradients
-        zero.shows_gradients = gradients_seen(trainer, module) if shows == "auto" else shows
-        _replace_early(optimizers, early, module)
+        zero.shows_gradients = gradients_seen(context.trainer, module) if shows == "auto" else shows
+        _replace_early(optimizers, parallel.built.names, module)
         kinds = check_optimizers(optimizers, module, mesh, config.zero, device)
         with ExitStack() as undone:
             zero.assign_shards(kinds)

@@ -19,22 +19,21 @@ from lightning_3d.distributed.machine import Machine
 from lightning_3d.distributed.mesh import MeshShape, resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError, SplitError, TraceError
 from lightning_3d.memory.rank_memory import GIB, size_text
-from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import split_batch
 from lightning_3d.planning.budget import decide_recomputation
 from lightning_3d.planning.held import StateMemory, StateShapes, least_held
 from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, reason_for_inline, unfollowed_text
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
-from lightning_3d.planning.observer import ExampleStep, Observation, Observer
+from lightning_3d.planning.observer import ExampleStep, Observation
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import decide
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.planning.step_time import StepSeconds
 from lightning_3d.planning.timing import makespan, sent_bytes
 from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.run.decide.example_step import modes_of
+from lightning_3d.run.decide.step_planner import StepOf, StepPlanner
 from lightning_3d.torch_internals.lightning_helpers import takes_batch_index
 from lightning_3d.torch_internals.modules import buffers_of
-from lightning_3d.trainer.example_step import modes_of
 
 _UNLIMITED = 2**20  # GiB
 
@@ -96,7 +95,6 @@ class DryRun:
     """Plans one model in several layouts; what is observed of it is shared by those to which it looks the same.
 
     Args:
-        step: Makes the step that is about to run on a mesh.
         device: Where it would run.
         checks: Raises for a layout that can't run, whatever is planned.
     """
@@ -104,14 +102,14 @@ class DryRun:
     def __init__(
         self,
         module: LightningModule,
-        step: Callable[[ThreeDConfig, MeshShape], ExampleStep],
+        step_of: StepOf,
         device: torch.device,
         precision: ThreeDPrecision,
         *,
         checks: Callable[[ThreeDConfig, MeshShape], None] = lambda config, shape: None,
     ) -> None:
-        self.module, self._step, self._device, self._precision = module, step, device, precision
-        self._checks = checks
+        self.module, self._device, self._checks = module, device, checks
+        self._planner = StepPlanner(module, step_of, device, precision)
         self._observed: dict[tuple[int, int], Observation] = {}
 
     @classmethod
@@ -146,8 +144,8 @@ class DryRun:
         device = self._device
         with self._told_of_inline(config, shape, SplitError, TraceError):
             observed = self.observe(config, shape)
-        with self._told_of_inline(config, shape, PlanError), self._precision.dtype_of_steps():
-            plan = decide(observed, config, shape, device)
+        with self._told_of_inline(config, shape, PlanError):
+            plan = self._planner.decide(observed, config, shape)
         state = StateMemory.of_plan(StateShapes(self.module), plan, config, observed.step.num_states)
         seconds, step = None, None
         if config.activations.plans_memory:
@@ -187,16 +185,16 @@ class DryRun:
         """
         key = config.num_microbatches, shape.pp
         if key not in self._observed:
-            step = self._step(config, shape)
-            self._observed[key] = self._looked_at(Observer(self.module, step, self._device, StepEffects), config, shape)
+            step = self._planner.step_of(config, shape)
+            self._observed[key] = self._looked_at(step, config, shape)
         observed = self._observed[key]
         if shape.pp > 1 and observed.trace is not None:
             observed.trace.refuse_what_counts_once()
         return observed
 
-    def _looked_at(self, observer: Observer, config: ThreeDConfig, shape: MeshShape) -> Observation:
+    def _looked_at(self, step: ExampleStep, config: ThreeDConfig, shape: MeshShape) -> Observation:
         try:
-            return observer.observe(config, shape)
+            return self._planner.look(step, config, shape)[1]
         except (SplitError, TraceError):
             raise
         except Exception as error:

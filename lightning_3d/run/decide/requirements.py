@@ -17,12 +17,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.config.deepspeed import FromDeepSpeed
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh, MeshShape
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
+from lightning_3d.run.context import RunContext
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches_itself, has_own_io, layer_sync_of
 from lightning_3d.torch_internals.modules import BatchNorm
 from lightning_3d.torch_internals.optimizers import has_step_hooks
@@ -40,10 +42,33 @@ def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
         )
 
 
+def check_run(context: RunContext, deepspeed: FromDeepSpeed | None) -> None:
+    """Raise for a Trainer, settings, callbacks and steps that can't run on the mesh.
+
+    Args:
+        deepspeed: The DeepSpeed config that the settings are from.
+
+    Raises:
+        ConfigError: settings do not go together.
+        StepError: a callback or a step can't run.
+    """
+    trainer, shape, precision = context.trainer, context.mesh.shape, context.precision.precision
+    if context.is_fit and deepspeed is not None:
+        deepspeed.check(
+            shape.dp,
+            precision=precision,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+        )
+    context.config.precision.check_for(precision)
+    check(trainer, context.strategy, context.module, context.config, shape)
+
+
 def check(
     trainer: Trainer, strategy: ParallelStrategy, module: LightningModule, config: ThreeDConfig, shape: MeshShape
 ) -> None:
-    """Raise for settings, callbacks and steps that can't run on this mesh.
+    """Raise for settings, callbacks and steps that can't run on a mesh of this shape.
 
     Raises:
         ConfigError: settings do not go together.

@@ -1,0 +1,1 @@
+"""The steps of a parallel model, as Lightning calls them."""

@@ -1,1 +1,0 @@
-"""The side of Lightning's Trainer: precision, batches, requirements, reports, and making the model parallel."""
