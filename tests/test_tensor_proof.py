@@ -16,8 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.planning.plan import Plan
-from lightning_3d.sharding.rules.local_form import local_form
-from lightning_3d.sharding.rules.watched_ops import WatchedOps
+from lightning_3d.sharding.rules import losses
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor import Verification, plan_block, verify, verify_block
 from tests.models import Block, TinyGPT, tokens
@@ -114,31 +113,25 @@ class Ending(nn.Module):
         return F.cross_entropy(self.head(x + self.mlp(x)).flatten(0, 1), labels.flatten())
 
 
-def _as_of_a_mean(enter: Any, self: WatchedOps, tensor: Tensor, placement: Any, func: Any) -> None:
-    enter(self, tensor, placement, torch.ops.aten.mean.default)
-
-
 def _proved_losses() -> list[tuple[bool, Verification]]:
-    """Whether a plan has slices of the sequence, and its proof: as it is, and with means of the ranks' means."""
+    """Whether a plan has slices of the sequence, and its proof: as it is, and with a count of all labels."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     block, x = Ending(), torch.randn(1, 8, 16, requires_grad=True)
     labels = torch.arange(8).masked_fill(torch.arange(8) < 3, -100)[None]
     proofs = []
     for is_planted, seen in ((False, labels), (True, labels), (True, labels.to("meta"))):
-        local_form.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             if is_planted:
-                enter = WatchedOps._enter
-                patch.setattr(WatchedOps, "_enter", lambda *args, enter=enter: _as_of_a_mean(enter, *args))
+                patch.setattr(losses, "_count", lambda rows, **_: rows.numel())
             plan = plan_block(block, (x, labels), {}, size=2, sequence_parallel=True)
             proof = verify_block(block, plan, (x.detach().to("meta").requires_grad_(), seen), {}, mesh)
+            assert "cross_entropy" not in [collective.call for collective in plan.collectives], "rows are gathered"
             proofs.append((plan.is_sequence_parallel, proof))
-        local_form.cache_clear()
     return proofs
 
 
-def test_labels_of_the_batch_show_a_mean_of_means(workers: WorkerPools) -> None:
+def test_labels_of_the_batch_show_a_wrong_count(workers: WorkerPools) -> None:
     for proofs in workers(2).run(_proved_losses):
         assert [is_along for is_along, _ in proofs] == [True] * 3
         assert [proof.passed for _, proof in proofs] == [True, False, True], "labels that are alike show nothing"

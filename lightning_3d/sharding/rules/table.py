@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lightning_3d.sharding.rules import aliases, channelwise, contraction, convolution, projection, randomness, views
+from lightning_3d.sharding.rules import (
+    aliases,
+    channelwise,
+    contraction,
+    convolution,
+    losses,
+    projection,
+    randomness,
+    views,
+)
 from lightning_3d.sharding.rules.attention import attend
 from lightning_3d.sharding.rules.call import Rule
 from lightning_3d.sharding.rules.function import EXPERTS_MATMULS
@@ -27,6 +36,7 @@ def _table() -> Mapping[str, tuple[Rule, ...]]:
     register(convolution.NAMES, convolution.convolve)
     register(("scaled_dot_product_attention",), attend)
     register(("dropout",), randomness.drop)
+    register(losses.NAMES, losses.of_own_rows, losses.of_own_elements)
     register(channelwise.NAMES, channelwise.on_channels)
     register(aliases.NAMES, aliases.alias)
     register(views.CUTS, views.cut_parts)
