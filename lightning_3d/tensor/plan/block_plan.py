@@ -92,7 +92,7 @@ class BlockTensorPlan:
     """One entry per parameter name, in the order of ``named_parameters``."""
 
     collectives: tuple[Collective, ...] = ()
-    """All that one forward and backward with the example's shapes communicate."""
+    """All that one forward and backward with the example's shapes communicate; not what checkpoints compute again."""
 
     is_sequence_parallel: bool = False
     """Whether what lies between the sharded weights works on slices of the sequence (`sequence`)."""
