@@ -108,10 +108,11 @@ class Decisions:
 
     def __init__(self) -> None:
         self._noted: dict[Expression, None] = {}
+        self._notes_values = True
 
     def note(self, expression: Expression) -> None:
         """Note a decision; the newest of too many are left out."""
-        if len(self._noted) < _MAX_DECISIONS:
+        if len(self._noted) < _MAX_DECISIONS and (self._notes_values or expression[0] != "int"):
             self._noted[expression] = None
 
     def outcomes(self, values: Mapping[str, int]) -> tuple[Any, ...]:
@@ -125,10 +126,15 @@ class Decisions:
         return number
 
     @contextmanager
-    def noted(self, values: Mapping[str, int]) -> Iterator[Mapping[str, TracedInt]]:
-        """Let modules and Trainers give numbers inside that note decisions; also given, by name."""
+    def noted(self, values: Mapping[str, int], *, notes_values: bool = True) -> Iterator[Mapping[str, TracedInt]]:
+        """Let modules and Trainers give numbers inside that note decisions; also given, by name.
+
+        Args:
+            notes_values: Whether a number that leaves as a plain one, as to a logger, counts as a decision.
+        """
         traced = {name: self.traced(value, (name,)) for name, value in values.items()}
         with ExitStack() as stack:
+            stack.enter_context(attributes_replaced(self, {"_notes_values": notes_values}))
             for owner in (LightningModule, Trainer):
                 numbers = {name: property(lambda _, name=name: traced[name]) for name in OF_TRAINER}  # type: ignore[misc]
                 stack.enter_context(attributes_replaced(owner, numbers))
