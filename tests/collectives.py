@@ -31,6 +31,8 @@ _KINDS = {
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
 }
 
 Sent = Counter[tuple[str, int]]

@@ -22,7 +22,8 @@ from benchmarks.measured_memory import AllocatedPeak
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import PlanError
 from lightning_3d.sharding.axis import MeshAxis
-from lightning_3d.sharding.collectives import identity_forward_all_reduce_backward
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD
 from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits, made
@@ -99,7 +100,7 @@ class Sharded(Compared):
 
     def lazy(self) -> Tensor:
         rows, weight, *bias = self.leaves[1]
-        entered = identity_forward_all_reduce_backward(rows, self.axis)
+        entered = redistribute(rows, self.axis, REPLICATE, REPLICATE_PARTIAL_GRAD)
         self.call = HeadCall(
             entered, weight, bias[0] if bias else None, self.reads.append, self.classes, num_classes=CLASSES
         )

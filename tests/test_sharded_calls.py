@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_3d.errors import PlanError
 from lightning_3d.sharding.interpret import Interpreter
 from lightning_3d.sharding.placement import Shard
-from lightning_3d.sharding.sequence import GatheredSequence
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
+from lightning_3d.tensor.sequence import GatheredSequence
 
 
 def _sharded(*shape: int) -> tuple[ShardedTensor, Interpreter]:
@@ -53,8 +53,8 @@ class _Watched(PlannedAxis):
         super().__init__(2)
         self.gathered: list[weakref.ref[Tensor]] = []
 
-    def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        every = super().all_gather(local, dim)
+    def all_gather(self, local: Tensor, at: Shard) -> Tensor:
+        every = super().all_gather(local, at)
         self.gathered.append(weakref.ref(every))
         return every
 

@@ -14,9 +14,9 @@ from lightning_3d.model.kinds import identity_of
 from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
 from lightning_3d.planning.state_places import find_ties, used_by_glue
-from lightning_3d.sharding.sequence import SEQUENCE_DIM, is_uneven
 from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replicated_plan, roles_by_hand
 from lightning_3d.tensor.plan.block_plan import Role
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_uneven
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyRoles, WeightRoles, find_vocabulary, with_vocabulary
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -46,17 +47,24 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One dim is cut into equal consecutive shards."""
+    """One dim is cut into consecutive shards."""
 
     dim: int
 
+    lengths: tuple[int, ...] | None = None
+    """By rank the length of its shard, 0 among them; None: all are equal."""
+
     def at(self, dim: int) -> Shard:
         """The same with another dim cut."""
-        return Shard(dim)
+        return Shard(dim, self.lengths)
 
     def own(self, full: Tensor, size: int, rank: int) -> Tensor:
         """One rank's part of a full tensor, a view."""
-        return full.chunk(size, self.dim)[rank]
+        return full.chunk(size, self.dim)[rank] if self.lengths is None else full.split(self.lengths, self.dim)[rank]
+
+    def bounds(self, full_length: int, size: int) -> tuple[int, ...]:
+        """Where the shards of a dim of this length begin, and its end."""
+        return (0, *accumulate(self.lengths or (full_length // size,) * size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +105,13 @@ class InterleavedShard:
 
 Sharded = Shard | InterleavedShard
 """Every rank has a part of one dim."""
+
+
+def full_shape(local: Sequence[int], placement: Sharded, size: int) -> tuple[int, ...]:
+    """The shape of the tensor of which a rank has a part of this shape."""
+    dim, lengths = placement.dim, placement.lengths if isinstance(placement, Shard) else None
+    return (*local[:dim], local[dim] * size if lengths is None else sum(lengths), *local[dim + 1 :])
+
 
 Placement = Replicate | Shard | InterleavedShard | Partial
 

@@ -102,7 +102,7 @@ def attend(call: TorchCall, axis: Axis) -> LocalCall:
 
 
 _OTHER_NUMBERS = (
-    "scaled_dot_product_attention drops probabilities on tensor-parallel ranks: kernels of this device draw other"
+    "scaled_dot_product_attention drops probabilities of sharded heads: kernels of this device draw other"
     " numbers for each rank's heads than one process draws. Attention that calls F.dropout itself (in transformers:"
     " attn_implementation='eager') drops what one process drops."
 )

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import AnyCallable, BlockRunner, runner_of
 from lightning_3d.sharding.axis import MeshAxis
-from lightning_3d.sharding.collectives import identity_forward_all_reduce_backward, own_shard
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Through
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord
@@ -147,7 +149,7 @@ class FusedHead:
             return rows, weight, bias
         assert isinstance(weight, DTensor)
         return (
-            identity_forward_all_reduce_backward(rows, self._tp),
+            redistribute(rows, self._tp, REPLICATE, REPLICATE_PARTIAL_GRAD),
             own_shard(weight),
             own_shard(bias) if isinstance(bias, DTensor) else None,
         )

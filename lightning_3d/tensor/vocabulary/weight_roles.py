@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.sharding import collectives
 from lightning_3d.sharding.axis import MeshAxis
-from lightning_3d.sharding.collectives import own_shard
+from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.interpret import Interpreter
-from lightning_3d.sharding.placement import Shard
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard
 from lightning_3d.sharding.rules.function import Function
 from lightning_3d.sharding.rules.projection import as_projection
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role
 from lightning_3d.tensor.plan.record import RecordedCall, record_block
 from lightning_3d.tensor.plan.weights import named_parameters
@@ -260,7 +260,8 @@ class VocabularyCalls(TorchFunctionMode):
 
     def _logits(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, DTensor)
-        entered = collectives.identity_forward_all_reduce_backward(self._interpreter.whole(input), self._axis)
+        whole = self._interpreter.whole(input)
+        entered = redistribute(whole, self._axis, REPLICATE, REPLICATE_PARTIAL_GRAD)
         own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
         local = F.linear(entered, as_autocast(own_shard(weight)), own_bias)
         classes = ShardedClasses(weight.shape[0], self._axis.mesh)

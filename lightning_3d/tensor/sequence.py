@@ -16,9 +16,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_3d.sharding import collectives
 from lightning_3d.sharding.axis import Axis
-from lightning_3d.sharding.placement import Shard
+from lightning_3d.sharding.collectives import bytes_sent, redistribute
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.autograd import is_checkpointing, is_in_backward, when_backward_ends
 from lightning_3d.torch_internals.capture import is_captured, recomputed_when_compiled
@@ -38,7 +38,7 @@ def cut_sequence(args: tuple[Any, ...], axis: Axis) -> tuple[tuple[Any, ...], to
     if not _is_sequence(first) or first.shape[SEQUENCE_DIM] % axis.size:
         return args, None
     along = Shard(SEQUENCE_DIM)
-    own = collectives.cut(first, axis, along)
+    own = redistribute(first, axis, REPLICATE, along)
     own = own if first.requires_grad else own.clone()  # so that nothing retains the rest of it
     return (ShardedTensor(own, axis, along), *args[1:]), first.shape
 
@@ -69,9 +69,9 @@ class GatheredSequence:
         kind = local.device.type
         if torch.is_autocast_enabled(kind):  # as linear would with the whole; so less is sent, and linear keeps no copy
             local = local.to(torch.get_autocast_dtype(kind))
-        self._is_captured = is_captured(local)
+        self._is_captured, along = is_captured(local), Shard(SEQUENCE_DIM)
         with recomputed_when_compiled() if self._is_captured else nullcontext():
-            self.whole = collectives.gather_sequence(local, axis, SEQUENCE_DIM)
+            self.whole = redistribute(local, axis, along, REPLICATE_PARTIAL_GRAD, saves=False)
         """(B, T, D)."""
         self._slice = _Slice(local.detach(), self.whole, axis)
 
@@ -105,7 +105,8 @@ class _Slice:
         self._num_saved += 1
         if not self._is_expected and whole.requires_grad:
             self._is_expected = True
-            self._axis.expect_backward(whole, "all-gather", whole)
+            num_bytes = bytes_sent(whole.shape, whole.itemsize, Shard(SEQUENCE_DIM), REPLICATE, self._axis.size)
+            self._axis.expect_backward(whole, "all-gather", num_bytes)
         return saved.shape
 
     def unpack(self, packed: Any) -> Tensor:
@@ -114,7 +115,7 @@ class _Slice:
             return packed
         again = self._again
         if again is None:
-            again = self._axis.all_gather(self._local, SEQUENCE_DIM)
+            again = self._axis.all_gather(self._local, Shard(SEQUENCE_DIM))
             if is_in_backward():
                 self._again, self._num_left = again, self._num_saved
                 when_backward_ends(self._forget)
