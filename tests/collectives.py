@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -31,8 +31,6 @@ _KINDS = {
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
-    "alltoall_base_": "all-to-all",
-    "all_to_all_single": "all-to-all",
 }
 
 Sent = Counter[tuple[str, int]]
@@ -52,6 +50,9 @@ class Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
             if name == "broadcast_":
                 return output
+            if name == "alltoall_base_":
+                self.sent["all-to-all", _most_sent(args[1], args[4])] += 1
+                return output
             kind, size = _KINDS[name], _group_size((args, kwargs))
             tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
             if size == 1:
@@ -59,6 +60,13 @@ class Collectives(TorchDispatchMode):
             num_bytes = max(tensor.numel() * tensor.element_size() for tensor in tensors) * (size - 1) // size
             self.sent[kind, num_bytes * (2 if kind == "all-reduce" else 1)] += 1
         return output
+
+
+def _most_sent(tensor: Tensor, counts: Sequence[int]) -> int:
+    """Bytes that the rank which sends most sends to others, of the world's."""
+    sent = torch.tensor((sum(counts) - counts[dist.get_rank()]) * tensor.element_size())
+    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    return int(sent)
 
 
 def _group_size(arguments: Any) -> int:

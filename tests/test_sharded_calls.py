@@ -62,7 +62,7 @@ class _Watched(PlannedAxis):
 def test_no_backward_keeps_what_it_gathers_again() -> None:
     local, weight = torch.randn(2, 4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
     axis = _Watched()
-    gathered = GatheredSequence(local, axis)
+    gathered = GatheredSequence(local, axis, Shard(1))
     with gathered.not_saved():
         output = F.linear(gathered.whole, weight)
     del gathered

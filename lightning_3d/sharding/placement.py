@@ -58,6 +58,12 @@ class Shard:
         """The same with another dim cut."""
         return Shard(dim, self.lengths)
 
+    def scaled(self, dim: int, factor: int, divisor: int = 1) -> Shard:
+        """Shards of a dim with `factor` elements for `divisor` of this one."""
+        if self.lengths is None:
+            return Shard(dim)
+        return Shard(dim, tuple([length * factor // divisor for length in self.lengths]))
+
     def own(self, full: Tensor, size: int, rank: int) -> Tensor:
         """One rank's part of a full tensor, a view."""
         return full.chunk(size, self.dim)[rank] if self.lengths is None else full.split(self.lengths, self.dim)[rank]
@@ -103,6 +109,14 @@ class InterleavedShard:
         return torch.cat([piece for part in zip(*ranks, strict=True) for piece in part], self.dim)
 
 
+def chunked(dim: int, length: int, size: int) -> Shard:
+    """A dim of any length as ``torch.chunk`` cuts it: the last ranks' shards may be shorter, or empty."""
+    if length % size == 0:
+        return Shard(dim)
+    longest = -(-length // size)
+    return Shard(dim, tuple([min(max(length - rank * longest, 0), longest) for rank in range(size)]))
+
+
 Sharded = Shard | InterleavedShard
 """Every rank has a part of one dim."""
 
@@ -119,6 +133,11 @@ REPLICATE = Replicate()
 
 REPLICATE_PARTIAL_GRAD = Replicate(sums_gradients=True)
 """A replicated input of computations that differ by rank: its gradient is partial."""
+
+
+def lengths_of(placement: object) -> tuple[int, ...] | None:
+    """The lengths of a tensor's shards; None where they are equal, and for what is not sharded."""
+    return placement.lengths if isinstance(placement, Shard) else None
 
 
 def in_parts(dim: int, sizes: Sequence[int], num_ranks: int) -> Sharded:

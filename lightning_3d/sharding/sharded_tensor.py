@@ -107,6 +107,12 @@ def shard_dim(tensor: object) -> int | None:
     return placement.dim if type(placement) is Shard and placement.lengths is None else None
 
 
+def cut_dim(tensor: object) -> int | None:
+    """The dim that a tensor is sharded on, evenly or not; None for a plain tensor, and for one in parts."""
+    placement = placement_of(tensor)
+    return placement.dim if type(placement) is Shard else None
+
+
 def parts_of(tensor: object) -> InterleavedShard | None:
     """The parts of a tensor that has them; None for any other."""
     placement = placement_of(tensor)

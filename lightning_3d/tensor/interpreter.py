@@ -18,7 +18,7 @@ from lightning_3d.sharding.placement import Placement, Shard
 from lightning_3d.sharding.rules.call import PARTIAL, LocalCall, TorchCall
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.own_shard import own_shard
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, GatheredSequence, is_along
+from lightning_3d.tensor.sequence import GatheredSequence, along_sequence, is_along
 
 
 class TensorInterpreter(Interpreter):
@@ -64,19 +64,25 @@ class TensorInterpreter(Interpreter):
     def sum(self, summand: Tensor, local: LocalCall) -> Tensor:
         """Also, for a weight's output along the sequence: this rank's slice of the sum."""
         if local.weight is not None and is_along(summand, self.sequence):
-            along = Shard(SEQUENCE_DIM)
+            along = self.along_sequence
             return ShardedTensor(redistribute(summand, self.axis, PARTIAL, along), self.axis, along)
         return super().sum(summand, local)
 
     def is_slice_of_sequence(self, tensor: ShardedTensor) -> bool:
         """Whether a tensor is cut along the sequence of the block's input."""
-        return tensor.placement == Shard(SEQUENCE_DIM) and is_along(tensor, self.sequence)
+        return is_along(tensor, self.sequence) and tensor.placement == self.along_sequence
+
+    @property
+    def along_sequence(self) -> Shard:
+        """How activations lie along the sequence that the block's input is cut along."""
+        assert self.sequence is not None
+        return along_sequence(self.sequence, self.axis)
 
     def _sequence_of(self, tensor: ShardedTensor) -> GatheredSequence:
         kind = tensor.device.type
         casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         gathered = self._gathered[torch.is_grad_enabled(), casts_to]
-        return gathered.get(tensor.local, lambda: GatheredSequence(tensor.own(), self.axis))
+        return gathered.get(tensor.local, lambda: GatheredSequence(tensor.own(), self.axis, self.along_sequence))
 
     def _of_parameter(self, tensor: Tensor) -> Tensor:
         """Parameters that reach a call past their module, as those of recurrent layers do."""

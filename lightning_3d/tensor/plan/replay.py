@@ -14,6 +14,7 @@ gradient meets.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -39,8 +40,8 @@ from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
 from lightning_3d.tensor.plan.record import Answer, Record, RecordedCall
 from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation, Terms
-from lightning_3d.tensor.plan.weights import Weights
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, cut_sequence, is_along
+from lightning_3d.tensor.plan.weights import Weights, sources_of
+from lightning_3d.tensor.sequence import cut_sequence, is_along
 from lightning_3d.torch_internals.tensors import make_wrapper
 
 
@@ -200,7 +201,7 @@ class _OnRecord(TensorInterpreter):
             self._sums.append(self.axis.caused("all-reduce", self._bytes_sent(summand, PARTIAL, REPLICATE)))
             self.axis.forward.append(self._sums[-1])
             return summand
-        self._is_repeatable, along = False, Shard(SEQUENCE_DIM)
+        self._is_repeatable, along = False, self.along_sequence
         self.axis.forward.append(self.axis.caused("reduce-scatter", self._bytes_sent(summand, PARTIAL, along)))
         if summand.requires_grad:
             self._came |= self.expect("all-gather", self._bytes_sent(summand, along, REPLICATE))
@@ -249,8 +250,10 @@ class _OnRecord(TensorInterpreter):
     def _expected_back(self, tensor: Tensor, source: Placement, target: Placement) -> int:
         """The way of a gradient, if a collective is on it."""
         way = placement_of_gradient(target), placement_of_gradient(source)
-        kind = kind_of(*way)
-        return 0 if kind is None else self.expect(kind, self._bytes_sent(tensor, *way))
+        if (kind := kind_of(*way)) is None:
+            return 0
+        with self.axis.caused_by(sources=sources_of(tensor)) if isinstance(tensor, ShardedTensor) else nullcontext():
+            return self.expect(kind, self._bytes_sent(tensor, *way))
 
     def _bytes_sent(self, tensor: Tensor, source: Placement, target: Placement) -> int:
         return bytes_sent(tensor.shape, tensor.itemsize, source, target, self.axis.size)
@@ -262,9 +265,9 @@ class _Replay(Simulation, _OnRecord):
     def cut_first(self, record: Record) -> None:
         """Cut the block's input along its sequence."""
         first = record.args[0]
-        made = self.sharded[id(first)] = stand_in(self.axis, first, Shard(SEQUENCE_DIM), is_weight=False)
+        made = self.sharded[id(first)] = stand_in(self.axis, first, self.along_sequence, is_weight=False)
         if first.requires_grad:
-            self._histories[id(made)] = self._expected_back(first, REPLICATE, Shard(SEQUENCE_DIM))
+            self._histories[id(made)] = self._expected_back(first, REPLICATE, self.along_sequence)
 
     def make_calls(self, record: Record) -> None:
         """Make all calls of a record, but for those that neither a sharded tensor nor a history comes to."""

@@ -25,7 +25,7 @@ from lightning_3d.sharding.rules.convolution import as_convolution
 from lightning_3d.sharding.rules.function import Function
 from lightning_3d.sharding.rules.projection import as_projection
 from lightning_3d.sharding.rules.views import SEPARATE, cut_pieces, num_parts_of, viewed_shape
-from lightning_3d.sharding.sharded_tensor import ShardedTensor, SourceWeights, placement_of, shard_dim
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, SourceWeights, shard_dim
 from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
@@ -122,8 +122,8 @@ class Simulated:
     view_cuts: tuple[Cut, ...]
     """Where it views them as several parts, heads among them."""
 
-    uneven_heads: frozenset[str]
-    """FQNs of column weights whose features it views as a number of heads that the ranks do not divide."""
+    few_heads: frozenset[str]
+    """FQNs of column weights whose features it views as fewer heads than there are ranks."""
 
     @property
     def communicated_bytes(self) -> int:
@@ -190,7 +190,7 @@ class Simulation(TensorInterpreter):
         self.output_bytes: dict[str, int] = {}
         self.cuts: list[Cut] = []
         self.view_cuts: list[Cut] = []
-        self.uneven_heads: set[str] = set()
+        self.few_heads: set[str] = set()
         self.weights = weights
 
     def simulated(
@@ -210,7 +210,7 @@ class Simulation(TensorInterpreter):
             weight_cuts=self.weights.cuts,
             cuts=tuple(self.cuts),
             view_cuts=tuple(self.view_cuts),
-            uneven_heads=frozenset(self.uneven_heads),
+            few_heads=frozenset(self.few_heads),
         )
 
     def dispatch(self, call: TorchCall) -> Any:
@@ -311,8 +311,8 @@ class Simulation(TensorInterpreter):
         notes = self.cuts
         if pieces is None and (shape := viewed_shape(call)) is not None:
             is_opened = len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and call.name != "unsqueeze"
-            if is_opened and shape[dim] % self.axis.size:
-                self.uneven_heads |= source_weights.sources
+            if is_opened and shape[dim] < self.axis.size:
+                self.few_heads |= source_weights.sources
             num_parts, notes = num_parts_of(tuple(tensor.shape), shape, dim), self.view_cuts
             edges = set(range(0, length, length // num_parts))
         if len(edges) > 1:
@@ -321,13 +321,9 @@ class Simulation(TensorInterpreter):
 
 
 def _own(local: LocalCall) -> list[ShardedTensor]:
-    """The operands of which every rank reads its own part."""
+    """The sharded operands of which every rank reads its own part, wherever that has come from."""
     pairs = zip(local.tensors, local.input_placements, strict=True)
-    return [
-        tensor
-        for tensor, input_placement in pairs
-        if isinstance(tensor, ShardedTensor) and placement_of(tensor) == input_placement
-    ]
+    return [tensor for tensor, at in pairs if isinstance(tensor, ShardedTensor) and isinstance(at, Sharded)]
 
 
 def _sources(tensors: Sequence[ShardedTensor]) -> frozenset[str]:

@@ -158,7 +158,7 @@ class FusedHead:
         self, rows: Tensor, weight: Tensor | None, bias: Tensor | None, through: Through | None = None
     ) -> Tensor:
         num_classes = self._head.weight.shape[0]
-        classes = None if self._tp is None else ShardedClasses(num_classes, self._tp.mesh)
+        classes = None if self._tp is None else ShardedClasses(num_classes, self._tp)
         parts = [tensor for tensor in (self._head.weight, self._head.bias) if isinstance(tensor, DTensor)]
         on_read = partial(self._note_read, torch.is_grad_enabled())
         call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through, aliases=parts)
