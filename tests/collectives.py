@@ -54,6 +54,9 @@ class Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
             if name == "broadcast_":
                 return output
+            if name == "alltoall_base_":
+                self.sent["all-to-all", _most_sent(args[1], args[4])] += 1
+                return output
             kind, size = _KINDS[name], _group_size((args, kwargs))
             tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
             if size == 1:
@@ -62,6 +65,13 @@ class Collectives(TorchDispatchMode):
             noted = self.again if is_in_backward() and is_checkpointing() else self.sent
             noted[kind, num_bytes * (2 if kind == "all-reduce" else 1)] += 1
         return output
+
+
+def _most_sent(tensor: Tensor, counts: Sequence[int]) -> int:
+    """Bytes that the rank which sends most sends to others, of the world's."""
+    sent = torch.tensor((sum(counts) - counts[dist.get_rank()]) * tensor.element_size())
+    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    return int(sent)
 
 
 def _group_size(arguments: Any) -> int:

@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_3d.errors import PlanError
 from lightning_3d.sharding.interpret import Interpreter
 from lightning_3d.sharding.placement import Shard
-from lightning_3d.sharding.sequence import GatheredSequence
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
+from lightning_3d.tensor.sequence import GatheredSequence
 
 
 def _sharded(*shape: int) -> tuple[ShardedTensor, Interpreter]:
@@ -115,8 +115,8 @@ class _Watched(PlannedAxis):
         super().__init__(2)
         self.gathered: list[weakref.ref[Tensor]] = []
 
-    def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        every = super().all_gather(local, dim)
+    def all_gather(self, local: Tensor, at: Shard) -> Tensor:
+        every = super().all_gather(local, at)
         self.gathered.append(weakref.ref(every))
         return every
 
@@ -124,7 +124,7 @@ class _Watched(PlannedAxis):
 def test_no_backward_keeps_what_it_gathers_again() -> None:
     local, weight = torch.randn(2, 4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
     axis = _Watched()
-    gathered = GatheredSequence(local, axis)
+    gathered = GatheredSequence(local, axis, Shard(1))
     with gathered.not_saved():
         output = F.linear(gathered.whole, weight)
     del gathered

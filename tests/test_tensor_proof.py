@@ -86,13 +86,22 @@ def test_what_differs_is_left_whole_or_without_slices(workers: WorkerPools, sequ
         assert "% of the parameters sharded" in told["Sequence parallelism"]
 
 
-def test_sequences_that_ranks_do_not_divide_are_told_of(workers: WorkerPools) -> None:
+def _made(model: TinyGPT, length: int) -> list[tuple[str, bool, str]]:
+    """The collectives of a block, by kind and call."""
+    example = torch.randn(2, length, 32, requires_grad=True)
+    plan = plan_block(model.blocks[0], (example,), {}, size=2, sequence_parallel=True)
+    return [(made.kind, made.is_backward, made.call) for made in plan.collectives]
+
+
+def test_sequences_that_ranks_do_not_divide_are_cut_unevenly(workers: WorkerPools) -> None:
     job = Job(model=partial(TinyGPT, context=15), data=partial(tokens, context=15))
     ranks = run_layout(workers, job, Layout(tp=2, sequence_parallel=True))
     assert_parity(job, ranks)
-    why = "its sequence of 15 is not divisible by 2"
-    assert f"not sequence parallel: {why}" in plan_text(ranks[0].plan)
-    assert [text for text in ranks[0].warned if "Sequence parallelism is left out of blocks" in text and why in text]
+    assert "replicated" not in plan_text(ranks[0].plan)
+    assert not [text for text in ranks[0].warned if "Sequence parallelism is left out of blocks" in text]
+    of_odd, of_even = (_made(TinyGPT(context=16), length) for length in (15, 16))
+    assert of_odd == of_even
+    assert {kind for kind, _, _ in of_odd} == {"all-gather", "reduce-scatter"}
 
 
 def test_proof_can_be_left_out(workers: WorkerPools) -> None:

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from lightning_3d.model.block_runner import AnyCallable
-from lightning_3d.sharding.interpret import Interpreter
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
+from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.sharded_forward import ShardedForward
 from lightning_3d.torch_internals.capture import Computation, NotCompilable
@@ -64,7 +64,7 @@ class Shards:
         return self.forward.on_shards(partial(self._on_stand_ins, call), args, kwargs)
 
     def _on_stand_ins(
-        self, call: AnyCallable, interpreter: Interpreter, args: tuple[object, ...], kwargs: dict[str, object]
+        self, call: AnyCallable, interpreter: TensorInterpreter, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Any:
         present = _Present(self, interpreter)
         with self.forward.parameters(present.stand_in), present.set():
@@ -110,7 +110,7 @@ class Shards:
 class _Present:
     """The call that is under way."""
 
-    def __init__(self, shards: Shards, interpreter: Interpreter) -> None:
+    def __init__(self, shards: Shards, interpreter: TensorInterpreter) -> None:
         self.shards, self._interpreter = shards, interpreter
         self._hidden: dict[int, ShardedTensor] = {}  # by the id of its stand-in
         self.reached_graph = False

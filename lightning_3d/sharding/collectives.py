@@ -1,123 +1,162 @@
-"""The differentiable ways between whole and sharded tensors, each with its collective.
+"""The one differentiable way from any placement to any other.
 
-A plain tensor inside a block has the same value on every rank of the axis, and so has its gradient. Every function here
-keeps that: where ranks contribute different parts of a gradient, its backward sums them.
+    from        to            forward           backward
+    Replicate   PartialGrad   nothing           all-reduce          Megatron's f
+    Partial     Replicate     all-reduce        nothing             Megatron's g
+    Replicate   Shard         one's own part    all-gather
+    Shard       Replicate     all-gather        one's own part
+    Shard       PartialGrad   all-gather        reduce-scatter
+    Partial     Shard         reduce-scatter    all-gather
+    Shard(a)    Shard(b)      all-to-all        all-to-all
 
-                        forward              backward
-    enter               nothing              all-reduce       (Megatron's f)
-    reduce              all-reduce           nothing          (Megatron's g)
-    cut                 take one's part      all-gather
-    gather              all-gather           take one's part
-    gather_sequence     all-gather           reduce-scatter
-    scatter             reduce-scatter       all-gather
-    of_first_rank       broadcast            nothing
-    own_shard           a DTensor's shard    a DTensor of the shard's gradient
+The backward is the way back between the placements of gradients (`placement_of_gradient`). So a gradient is
+redistributed as any tensor is, and has a gradient, too. PartialGrad is ``REPLICATE_PARTIAL_GRAD``.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from lightning_3d.activations.collective_mode import collective, is_kept, unseen_by_checkpoints
-from lightning_3d.errors import PlanError
-from lightning_3d.sharding.axis import Axis
-from lightning_3d.sharding.placement import InterleavedShard, Sharded
-from lightning_3d.torch_internals.dispatch import DisableTorchFunction
-from lightning_3d.torch_internals.dtensor import local_tensor, spec_of
-from lightning_3d.torch_internals.tensors import count_as_parameter, is_referred_to
-from lightning_3d.zero.outside_reads import unsharded, whole_of
+from lightning_3d.sharding.axis import Axis, Kind, sent_bytes
+from lightning_3d.sharding.pieces import num_exchanged, num_padded
+from lightning_3d.sharding.placement import (
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    InterleavedShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Sharded,
+    full_shape,
+)
 
 
-def refuse_second_order(what: str) -> None:
-    """In a backward that has no gradients of gradients.
+def redistribute(tensor: Tensor, axis: Axis, source: Placement, target: Placement, *, saves: bool = True) -> Tensor:
+    """This rank's part of a tensor as it lies in `source`, as that in `target`.
 
-    Raises:
-        PlanError: its own gradient may be asked for.
+    Args:
+        tensor: Its part in `source`. A partial one must be a fresh result, and is overwritten unless somebody keeps it.
+        saves: Whether selective recomputation may save the result of a collective.
     """
-    if torch.is_grad_enabled():
-        raise PlanError(
-            f"create_graph=True: gradients of gradients through {what} are not built for tensor parallel. Let"
-            " tensor.plan replicate the block's weights, or use tensor_parallel_size=1."
-        )
+    if source == target:
+        return tensor
+    if isinstance(source, Replicate) and not tensor.requires_grad:
+        return tensor if isinstance(target, Replicate) else _own(tensor, axis, target)
+    arguments = tensor, axis, source, target, saves, not is_kept()
+    with unseen_by_checkpoints():
+        moved = cast(Tensor, _Redistribute.apply(*arguments))  # type: ignore[no-untyped-call]  # torch 2.13
+    way = placement_of_gradient(target), placement_of_gradient(source)
+    if tensor.requires_grad and (kind := kind_of(*way)) is not None:
+        shape = full_shape(tensor.shape, source, axis.size) if isinstance(source, Sharded) else tensor.shape
+        axis.expect_backward(moved, kind, bytes_sent(shape, tensor.itemsize, *way, axis.size))
+    return moved
 
 
-class _Enter(torch.autograd.Function):
+def kind_of(source: Placement, target: Placement) -> Kind | None:
+    """The collective on a way; None if there is none."""
+    if isinstance(source, Replicate) or source == target:
+        return None
+    if isinstance(source, Partial):
+        return "all-reduce" if isinstance(target, Replicate) else "reduce-scatter"
+    if not isinstance(target, Sharded):
+        return "all-gather"
+    is_in_parts = isinstance(source, InterleavedShard) or isinstance(target, InterleavedShard)
+    return "all-gather" if is_in_parts and source.dim == target.dim else "all-to-all"
+
+
+def bytes_sent(shape: Sequence[int], itemsize: int, source: Placement, target: Placement, size: int) -> int:
+    """Bytes that a rank sends on a way, the one that sends most; 0 if there is no collective.
+
+    Args:
+        shape: Of the full tensor.
+    """
+    kind = kind_of(source, target)
+    if kind == "all-to-all":
+        return num_exchanged(shape, _even(source), _even(target), size) * itemsize
+    return 0 if kind is None else sent_bytes(kind, num_padded(shape, source, target) * itemsize, size)
+
+
+def placement_of_gradient(placement: Placement) -> Placement:
+    """How the gradient of a tensor lies."""
+    if isinstance(placement, Replicate):
+        return Partial() if placement.sums_gradients else REPLICATE
+    return REPLICATE_PARTIAL_GRAD if isinstance(placement, Partial) else placement
+
+
+class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
+    def forward(
+        ctx: Any, tensor: Tensor, axis: Axis, source: Placement, target: Placement, saves: bool, donates: bool
+    ) -> Tensor:
+        ctx.axis, ctx.source, ctx.target = axis, source, target
+        if isinstance(source, Replicate):
+            if isinstance(target, Replicate):
+                return tensor.view_as(tensor)
+            return _own(tensor, axis, target).clone(memory_format=torch.contiguous_format)
+        operand = tensor
+        if kind_of(source, target) == "all-reduce":
+            # In place and not marked dirty: `tensor` is a fresh product that neither autograd nor anyone else reads
+            # again. `data`, as user code may change the result in place, which autograd refuses for a view made here.
+            operand = tensor.contiguous().data if donates else tensor.clone(memory_format=torch.contiguous_format)
+        make = functools.partial(_moved, operand, axis, source, target)
+        return collective(make, donated=tensor if isinstance(source, Partial) else None) if saves else make()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # A copy: autograd may hand the same gradient tensor to other nodes.
-        copied = gradient.clone(memory_format=torch.contiguous_format)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        source, target = placement_of_gradient(ctx.target), placement_of_gradient(ctx.source)
+        if kind_of(source, target) == "all-reduce":  # a copy: autograd may hand the same tensor to other nodes
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
         if torch.is_grad_enabled():  # a gradient of this gradient may come
-            return reduce(copied, ctx.axis), None
-        return ctx.axis.all_reduce(copied), None
+            return redistribute(gradient, ctx.axis, source, target, saves=False), *[None] * 5
+        if isinstance(source, Replicate):
+            is_whole = isinstance(target, Replicate)
+            return gradient if is_whole else _own(gradient, ctx.axis, target).contiguous(), *[None] * 5
+        return _moved(gradient, ctx.axis, source, target), *[None] * 5
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis, is_kept: bool) -> Tensor:
-        ctx.axis = axis
-        # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
-        # `data`, as user code may change the result in place, which autograd refuses for a view made here.
-        product = partial.clone(memory_format=torch.contiguous_format) if is_kept else partial.contiguous().data
-        return collective(lambda: axis.all_reduce(product), donated=partial)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(_Enter, gradient, ctx.axis) if torch.is_grad_enabled() else gradient, None, None
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return tensor.chunk(axis.size, dim)[axis.rank].clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if torch.is_grad_enabled():
-            return _apply(_Gather, gradient, ctx.axis, ctx.dim, True), None, None
-        return ctx.axis.all_gather(gradient, ctx.dim), None, None
+def _moved(tensor: Tensor, axis: Axis, source: Placement, target: Placement) -> Tensor:
+    """The result of a collective; an all-reduce overwrites the tensor."""
+    if isinstance(source, Partial):
+        if isinstance(target, Replicate):
+            return axis.all_reduce(tensor)
+        return axis.reduce_scatter(_interleaved(tensor, target), _even(target))
+    if isinstance(target, Replicate):
+        return _deinterleaved(axis.all_gather(tensor, _even(source)), source)
+    if kind_of(source, target) == "all-gather":
+        return _own(_moved(tensor, axis, source, REPLICATE), axis, target).contiguous()
+    return _deinterleaved(axis.all_to_all(_interleaved(tensor, target), _even(source), _even(target)), source)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int, is_kept: bool) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        gather = functools.partial(axis.all_gather, local, dim)
-        return collective(gather) if is_kept else gather()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_second_order("a gathered activation")
-        return gradient.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None, None
+def _own(full: Tensor, axis: Axis, target: Placement) -> Tensor:
+    assert isinstance(target, Sharded)
+    return target.own(full, axis.size, axis.rank)
 
 
-class _GatherSequence(_Gather):  # another backward: what every rank reads has a part of its gradient on each
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_second_order("tensor.sequence_parallel")
-        return ctx.axis.reduce_scatter(gradient, ctx.dim), None, None, None
+def _even(placement: Placement) -> Shard:
+    """The shards of a tensor whose parts are in grouped order."""
+    assert isinstance(placement, Sharded)
+    return placement if isinstance(placement, Shard) else Shard(placement.dim)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return collective(lambda: axis.reduce_scatter(partial, dim), donated=partial)
+def _interleaved(full: Tensor, placement: Placement) -> Tensor:
+    return placement.interleaved(full) if isinstance(placement, InterleavedShard) else full
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        refuse_second_order("tensor.sequence_parallel")
-        return ctx.axis.all_gather(gradient, ctx.dim), None, None
+
+def _deinterleaved(full: Tensor, placement: Placement) -> Tensor:
+    return placement.deinterleaved(full) if isinstance(placement, InterleavedShard) else full
+
+
+def of_first_rank(tensor: Tensor, axis: Axis) -> Tensor:
+    """A plain tensor, which may differ by rounding from rank to rank, with the values of the first rank."""
+    with unseen_by_checkpoints():
+        return cast(Tensor, _OfFirstRank.apply(tensor, axis))  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 class _OfFirstRank(torch.autograd.Function):
@@ -128,107 +167,3 @@ class _OfFirstRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
-    with unseen_by_checkpoints():
-        return cast(Tensor, function.apply(*args))
-
-
-def identity_forward_all_reduce_backward(tensor: Tensor, axis: Axis) -> Tensor:
-    """Identity in the forward, all-reduce in the backward (Megatron's f); called once per tensor, whatever reads it.
-
-    Every rank reads the tensor for a result of its own.
-    """
-    if not tensor.requires_grad:
-        return tensor
-    entered = _apply(_Enter, tensor, axis)
-    axis.expect_backward(entered, "all-reduce", tensor)
-    return entered
-
-
-def reduce(partial: Tensor, axis: Axis) -> Tensor:
-    """The sum over the ranks; `partial` must be a fresh result and is overwritten, unless somebody keeps it."""
-    return _apply(_Reduce, partial, axis, is_kept())
-
-
-def cut(tensor: Tensor, axis: Axis, placement: Sharded) -> Tensor:
-    """This rank's part of a plain tensor."""
-    if not tensor.requires_grad:
-        return placement.own(tensor, axis.size, axis.rank)
-    interleaved = placement.interleaved(tensor) if isinstance(placement, InterleavedShard) else tensor
-    own = _apply(_Cut, interleaved, axis, placement.dim)
-    axis.expect_backward(own, "all-gather", tensor)
-    return own
-
-
-def gather(local: Tensor, axis: Axis, placement: Sharded, *, is_kept: bool = True) -> Tensor:
-    """A sharded tensor as a plain one in its original order.
-
-    Args:
-        is_kept: Whether selective recomputation keeps it.
-    """
-    full = _apply(_Gather, local, axis, placement.dim, is_kept)
-    return placement.deinterleaved(full) if isinstance(placement, InterleavedShard) else full
-
-
-def gather_sequence(local: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The whole sequence as what every rank reads, from its slices; call it once per activation."""
-    whole = _apply(_GatherSequence, local, axis, dim, False)
-    if local.requires_grad:
-        axis.expect_backward(whole, "reduce-scatter", whole)
-    return whole
-
-
-def scatter(partial: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice along `dim` of the sum over the ranks; `partial` must be a fresh result."""
-    own = _apply(_Scatter, partial, axis, dim)
-    if partial.requires_grad:
-        axis.expect_backward(own, "all-gather", partial)
-    return own
-
-
-def of_first_rank(tensor: Tensor, axis: Axis) -> Tensor:
-    """A plain tensor, which may differ by rounding from rank to rank, with the values of the first rank."""
-    return _apply(_OfFirstRank, tensor, axis)
-
-
-class _OwnShard(torch.autograd.Function):
-    """`DTensor.to_local` without its cost in the backward.
-
-    A block takes the shard of each of its parameters in every forward. torch 2.13's `to_local` derives the metadata of
-    each gradient anew, which takes 60 of the 90 us of its backward; here they are the parameter's own.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: DTensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.spec = spec_of(tensor)
-        local = local_tensor(tensor)
-        ctx.stride = local.stride()
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> DTensor | None:
-        if gradient is None:
-            return None
-        refuse_second_order("sharded weights")
-        # Like autograd with plain parameters: a gradient that another node gets, too, is copied, as it becomes `.grad`.
-        if gradient.stride() != ctx.stride or is_referred_to(gradient):
-            made = torch.empty_strided(gradient.shape, ctx.stride, dtype=gradient.dtype, device=gradient.device)
-            gradient = made.copy_(gradient)
-        return DTensor(gradient, ctx.spec, requires_grad=False)
-
-
-def own_shard(tensor: DTensor) -> Tensor:
-    """The local part of a sharded or replicated tensor; its gradient is that part of the tensor's gradient.
-
-    Parameters of which ZeRO stage 3 has left each replica a share are gathered for it.
-    """
-    if whole_of(tensor) is not None:
-        with DisableTorchFunction():
-            tensor = unsharded(tensor)
-    local = _apply(_OwnShard, tensor)
-    if isinstance(tensor, nn.Parameter):
-        count_as_parameter(local)  # what a block's code finds is an nn.Parameter to it
-    return local

@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single, all_reduce, reduce_scatter_single
+from torch.distributed._functional_collectives import (
+    all_gather_single,
+    all_reduce,
+    all_to_all_single,
+    reduce_scatter_single,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -27,7 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only
 
-__all__ = ["all_gather_single", "all_reduce", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "all_reduce", "all_to_all_single", "reduce_scatter_single"]
 
 # torch 2.13 has no rule for what its anomaly mode looks for NaN with.
 register_sharding(torch.ops.aten._is_any_true.default)(lambda values: [([Replicate()], [Replicate()])])

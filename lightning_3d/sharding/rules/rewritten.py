@@ -1,4 +1,4 @@
-"""Functions that torch hands over as one call, in calls that tensor parallel understands.
+"""Functions that torch hands over as one call, in calls that have sharded forms.
 
 ``F.multi_head_attention_forward``, what ``nn.MultiheadAttention`` calls, flattens the batch and its heads into one dim;
 here it works on ``[batch, heads, ...]``. Of ``F.glu`` the two halves of the input are the parts of one projection.

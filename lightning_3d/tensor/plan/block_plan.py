@@ -125,12 +125,12 @@ class BlockTensorPlan:
 
     @property
     def num_other_collectives_forward(self) -> int:
-        """All-gathers and reduce-scatters."""
+        """All-gathers, reduce-scatters and all-to-alls."""
         return self._count(are_all_reduces=False, are_backward=False)
 
     @property
     def num_other_collectives_backward(self) -> int:
-        """All-gathers and reduce-scatters."""
+        """All-gathers, reduce-scatters and all-to-alls."""
         return self._count(are_all_reduces=False, are_backward=True)
 
     @property
