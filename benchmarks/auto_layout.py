@@ -118,24 +118,17 @@ def _trained(name: str, strategy: ThreeDStrategy, num_ranks: int) -> tuple[float
     loader = DataLoader(TensorDataset(*data(num_ranks * BATCH * (WARM_UP + STEPS + 1))), BATCH)
     quiet_trainer(strategy, num_ranks, WARM_UP + STEPS, clock).fit(module, loader)
     plan = strategy.plan
-    shape = plan.shape
-    layout = Layout(
-        pp=shape.pp,
-        dp=shape.dp,
-        tp=shape.tp,
-        zero_stage=strategy.run.config.zero.stage,
-        num_microbatches=plan.num_microbatches,
-    )
-    seconds = [clock.fastest() / shape.dp]
+    layout = Layout(shape=plan.shape, zero_stage=strategy.run.config.zero.stage, num_microbatches=plan.num_microbatches)
+    seconds = [clock.fastest() / layout.replicas]
     dist.broadcast_object_list(seconds)
     seen = {} if strategy.choice is None else strategy.choice.predicted
-    return seconds[0], layout, {str(each): found.seconds / each.dp for each, found in seen.items()}
+    return seconds[0], layout, {str(each): found.seconds / each.replicas for each, found in seen.items()}
 
 
 def _measured(name: str, num_ranks: int, num_rounds: int) -> tuple[list[dict[str, float]], str, dict[str, float]]:
     """Contender -> seconds, by round; the layout that was chosen, and what was predicted."""
     layouts = candidates(ThreeDConfig(), num_ranks, num_ranks, BATCH)
-    layouts = [each for each in layouts if each.dp > 1 or each.zero_stage == 1]
+    layouts = [each for each in layouts if each.replicas > 1 or each.zero_stage == 1]
     first = {str(each): _trained(name, ThreeDStrategy(**_settings(each)), num_ranks)[0] for each in layouts}
     seconds, chosen, predicted = _trained(name, ThreeDStrategy(), num_ranks)
     rounds = [{**first, "auto": seconds}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_3d.planning.plan import Plan
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor import BlockTensorPlan
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.torch_internals.autograd import is_checkpointing, is_in_backward
 
 # Operator -> kind, and which of its tensors is the full one: the largest.
 _KINDS = {
@@ -38,11 +39,14 @@ Sent = Counter[tuple[str, int]]
 
 
 class Collectives(TorchDispatchMode):
-    """Notes collectives; a kind that it does not know raises. Broadcasts of what is decided are in no plan."""
+    """Notes collectives; a kind that it does not know raises. Broadcasts of what is decided are in no plan, and no more
+    is what a checkpoint in a block's own code makes again in the backward, of which it notes that apart.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.sent: Sent = Counter()
+        self.again: Sent = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -50,13 +54,24 @@ class Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
             if name == "broadcast_":
                 return output
+            if name == "alltoall_base_":
+                self.sent["all-to-all", _most_sent(args[1], args[4])] += 1
+                return output
             kind, size = _KINDS[name], _group_size((args, kwargs))
             tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
             if size == 1:
                 return output
             num_bytes = max(tensor.numel() * tensor.element_size() for tensor in tensors) * (size - 1) // size
-            self.sent[kind, num_bytes * (2 if kind == "all-reduce" else 1)] += 1
+            noted = self.again if is_in_backward() and is_checkpointing() else self.sent
+            noted[kind, num_bytes * (2 if kind == "all-reduce" else 1)] += 1
         return output
+
+
+def _most_sent(tensor: Tensor, counts: Sequence[int]) -> int:
+    """Bytes that the rank which sends most sends to others, of the world's."""
+    sent = torch.tensor((sum(counts) - counts[dist.get_rank()]) * tensor.element_size())
+    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    return int(sent)
 
 
 def _group_size(arguments: Any) -> int:
@@ -76,7 +91,7 @@ class BlockInputs(L.Callback):
     """Keeps what the first call of every tensor-parallel block gets in the last training step, to run it once more."""
 
     def __init__(self) -> None:
-        self._inputs: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+        self._inputs: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any], list[Tensor]]] = {}
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
@@ -99,9 +114,15 @@ class BlockInputs(L.Callback):
 
     def _keep(self, fqn: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            copied: list[Tensor] = []  # also what a key-value cache holds; parameters copy themselves
+
+            def detached(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+                copied.append(_detached(tensor))
+                return copied[-1]
+
             if fqn not in self._inputs:
-                with mock.patch.object(Tensor, "__deepcopy__", _detached):  # also what a key-value cache holds
-                    self._inputs[fqn] = (module, *copy.deepcopy((args, kwargs)))
+                with mock.patch.object(Tensor, "__deepcopy__", detached):
+                    self._inputs[fqn] = (module, *copy.deepcopy((args, kwargs)), copied)
 
         return keep
 
@@ -111,15 +132,18 @@ class BlockInputs(L.Callback):
         return {fqn: _sent(plans[fqn], *call) for fqn, call in self._inputs.items()}  # type: ignore[arg-type]
 
 
-def _detached(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+def _detached(tensor: Tensor) -> Tensor:
     if isinstance(tensor, ShardedTensor):
         local = tensor.local.detach().clone().requires_grad_(tensor.requires_grad)
         return ShardedTensor(local, tensor.axis, tensor.placement)
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _sent(plan: BlockTensorPlan, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sent, Sent]:
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _sent(
+    plan: BlockTensorPlan, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], copied: Sequence[Tensor]
+) -> tuple[Sent, Sent]:
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    inputs = [leaf for leaf in dict.fromkeys([*leaves, *copied]) if leaf.requires_grad]
     with Collectives() as forward:
         leaves = tree_leaves(block.forward(*args, **kwargs))
     outputs = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in plan.unused_outputs]
@@ -132,4 +156,5 @@ def _sent(plan: BlockTensorPlan, block: nn.Module, args: tuple[Any, ...], kwargs
         nodes = [(output, output.grad_fn) for output in outputs]  # nobody reads the outputs
         ends = [output if node is None else GradientEdge(node, output.output_nr) for output, node in nodes]
         torch.autograd.grad(ends, inputs, gradients, allow_unused=True)
+    assert backward.again <= forward.sent, "a checkpoint sends what its forward did not"
     return forward.sent, backward.sent

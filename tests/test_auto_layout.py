@@ -21,6 +21,7 @@ from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.machine import Link, Machine, given_machine
+from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import MemoryPlanError
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -57,25 +58,25 @@ def _chosen(
 def test_the_search() -> None:
     """On machines that are known."""
     plenty = _chosen(FAST, 4, samples=2**16)
-    assert plenty.layout == Layout(dp=4)
+    assert plenty.layout == Layout(shape=MeshShape(dp=4))
     assert "compute in 9" in plenty.reason
     slow = _chosen(SLOW_LINKS, 4)
-    assert slow.layout.dp == 1  # whose replicas would wait for gradients
-    assert slow.predicted[slow.layout].seconds < slow.predicted[Layout(dp=4)].seconds / 4
+    assert slow.layout.replicas == 1  # whose replicas would wait for gradients
+    assert slow.predicted[slow.layout].seconds < slow.predicted[Layout(shape=MeshShape(dp=4))].seconds / 4
     bound = _chosen(replace(SLOW_LINKS, inside={**SLOW, "all-reduce": Link(bandwidth=2e7, latency=1e-5)}), 4)
     assert bound.predicted.keys() & {
-        Layout(tp=4),
-        Layout(pp=4, num_microbatches=4),
+        Layout(shape=MeshShape(tp=4)),
+        Layout(shape=MeshShape(pp=4), num_microbatches=4),
     }  # where stage 0 is the best of replicas
     # 4.1 MiB of weights: 16.4 with gradients and AdamW's states.
     small = _chosen(FAST, 4, samples=256, memory=12)
-    assert Layout(dp=4, zero_stage=0) in small.refused
-    assert "at least 16" in small.refused[Layout(dp=4, zero_stage=0)]
+    assert Layout(shape=MeshShape(dp=4), zero_stage=0) in small.refused
+    assert "at least 16" in small.refused[Layout(shape=MeshShape(dp=4), zero_stage=0)]
     assert all(seen.peak <= 12 * 2**20 for seen in small.predicted.values())
     nothing = _chosen(FAST, 4, memory=1)
-    assert (nothing.layout, nothing.predicted) == (Layout(dp=4, zero_stage=3), {})
+    assert (nothing.layout, nothing.predicted) == (Layout(shape=MeshShape(dp=4), zero_stage=3), {})
     kept = _chosen(FAST, 8, tensor_parallel_size=4)
-    assert {layout.tp for layout in (*kept.predicted, *kept.refused)} == {4}
+    assert {layout.shape.tp for layout in (*kept.predicted, *kept.refused)} == {4}
     full: dict[str, Any] = {"activations": ActivationsConfig(recompute="full"), "zero": ZeroConfig(bucket_size=1)}
     recomputed = _chosen(SLOW_LINKS, 4, samples=256, memory=24, **full)
     assert recomputed.of(ThreeDConfig(layout="planned", **full)).activations.recompute == "full"
@@ -88,20 +89,25 @@ def test_the_search() -> None:
 
 
 def test_a_misfit_rules_out_what_takes_more() -> None:
-    layouts = [Layout(dp=8, zero_stage=3)]
-    layouts += [Layout(pp=pp, dp=8 // pp, num_microbatches=pp * n) for pp in (2, 4, 8) for n in (1, 2, 4)]
+    layouts = [Layout(shape=MeshShape(dp=8), zero_stage=3)]
+    layouts += [
+        Layout(shape=MeshShape(pp=pp, dp=8 // pp), num_microbatches=pp * n) for pp in (2, 4, 8) for n in (1, 2, 4)
+    ]
     planned: list[Layout] = []
 
     def predict(layout: Layout) -> Prediction:
         planned.append(layout)
-        if layout.pp < 8:
+        if layout.shape.pp < 8:
             raise MemoryPlanError("it needs more")
         return Prediction(seconds=1 / layout.num_microbatches, computing=0.0, peak=1, recomputes=False)
 
     choice = search(layouts, predict, lambda layout: None, 32)
-    assert choice.layout == Layout(pp=8, dp=1, num_microbatches=32)
-    assert Layout(pp=2, dp=4, num_microbatches=4) not in planned  # after the one of 8 microbatches
-    assert "takes no less memory than pipeline 2" in choice.refused[Layout(pp=2, dp=4, num_microbatches=4)]
+    assert choice.layout == Layout(shape=MeshShape(pp=8, dp=1), num_microbatches=32)
+    assert Layout(shape=MeshShape(pp=2, dp=4), num_microbatches=4) not in planned  # after the one of 8 microbatches
+    assert (
+        "takes no less memory than pipeline 2"
+        in choice.refused[Layout(shape=MeshShape(pp=2, dp=4), num_microbatches=4)]
+    )
 
 
 def test_what_is_set_is_kept() -> None:
@@ -119,8 +125,8 @@ def test_what_is_set_is_kept() -> None:
         assert not ThreeDStrategy.from_config(given).config.is_planned
     pinned = ThreeDConfig.from_mapping({"layout": "planned", "zero": {"stage": 2}, "pipeline_parallel_size": 2})
     found = candidates(pinned, 8, 4, 16)
-    assert {(each.pp, each.zero_stage) for each in found} == {(2, 2)}
-    assert {each.tp for each in found} == {1, 2, 4}  # within a node
+    assert {(each.shape.pp, each.zero_stage) for each in found} == {(2, 2)}
+    assert {each.shape.tp for each in found} == {1, 2, 4}  # within a node
     assert {each.num_microbatches for each in found} == {2, 4, 8}
     for layout in found:
         assert not layout.of(pinned).is_planned

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from lightning_3d.checkpoint.box import Box, boxes
-from lightning_3d.tensor.placement import InterleavedShard
+from lightning_3d.sharding.placement import InterleavedShard
 from lightning_3d.torch_internals.dtensor import StridedShard
 
 SIZES = st.integers(0, 13)

@@ -21,12 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.measured_memory import AllocatedPeak
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import identity_forward_all_reduce_backward
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD
 from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits, made
-from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
+from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses, shard_bounds
 from tests.law.models.heads import Shifted
 from tests.models import TinyGPT, TinyMLP, features, loader, tokens
 from tests.parity import QUIET, Job, Layout, assert_parity, assert_same_state, devices, fitted, run_layout, whole_state
@@ -92,14 +93,15 @@ class Sharded(Compared):
     def __init__(self, *shape: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
         super().__init__(*shape, dtype=dtype, bias=bias)
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
-        self.axis, self.classes = MeshAxis(mesh), ShardedClasses(CLASSES, mesh)
+        self.axis = MeshAxis(mesh)
+        self.classes = ShardedClasses(CLASSES, self.axis)
         rows, *weights = self.leaves[1]
-        self.own = slice(*self.classes.bounds)
+        self.own = slice(*shard_bounds(CLASSES, mesh))
         self.leaves[1] = [rows, *(weight.detach()[self.own].clone().requires_grad_() for weight in weights)]
 
     def lazy(self) -> Tensor:
         rows, weight, *bias = self.leaves[1]
-        entered = identity_forward_all_reduce_backward(rows, self.axis)
+        entered = redistribute(rows, self.axis, REPLICATE, REPLICATE_PARTIAL_GRAD)
         self.call = HeadCall(
             entered, weight, bias[0] if bias else None, self.reads.append, self.classes, num_classes=CLASSES
         )

@@ -25,6 +25,7 @@ ROOMS = (
     "precision",
     "model",
     "activations",
+    "sharding",
     "trace",
     "tensor",
     "compile",

@@ -79,6 +79,21 @@ def _at_least_one(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return (outputs["logits"].square().mean(-1) * valid).sum() / valid.sum().clamp(min=1)
 
 
+def _with(term: Callable[[Tensor], Tensor], weight: Any, scale: float = 1.0) -> Using:
+    """Has a term whose weight is to rise."""
+
+    def loss(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        total = LOSSES["mean"](outputs, labels)
+        total += weight * term(outputs["pooled"])
+        return total / scale
+
+    return Using(loss)
+
+
+def _coupled(pooled: Tensor) -> Tensor:
+    return pooled.mean(0).square().sum()
+
+
 KINDS: dict[str, tuple[LossNet, LossKind]] = {
     "summed": (LossNet("summed"), LossKind.SUM),
     "ignoring": (LossNet("ignoring"), LossKind.WEIGHTED),
@@ -92,6 +107,10 @@ KINDS: dict[str, tuple[LossNet, LossKind]] = {
         for inplace in (False, True)
         for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
     },
+    "next to nothing that couples": (_with(_coupled, 1e-9), LossKind.WHOLE),
+    "nothing yet that couples": (_with(_coupled, torch.tensor(0.0), 2.0), LossKind.WHOLE),
+    "next to nothing that is summed": (_with(lambda pooled: pooled.square().sum(), 1e-9), LossKind.WHOLE),
+    "nothing yet that is a mean": (_with(lambda pooled: pooled.square().mean(), torch.tensor(0.0)), LossKind.MEAN),
     "divided by one at least": (Using(_at_least_one), LossKind.WHOLE),
     "shuffled after the blocks": (
         Using(lambda o, y: (o["pooled"] * o["pooled"][torch.randperm(len(y))]).sum(1).mean()),

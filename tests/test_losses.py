@@ -34,26 +34,30 @@ def test_replicas_have_the_mean_of_their_losses(loss: str, layout: Layout, worke
 
 
 class Late(LossNet):
-    """Has flags that are others in each step, and from the tenth on a term that couples samples."""
+    """From some step on has a term that couples samples; before it reads data, or has other flags in each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: int, *, reads: bool = False) -> None:
         super().__init__("mean")
-        self.phase = ""
+        self.phase, self.begins, self.reads = "", begins, reads
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.phase = str(batch_idx)
+        self.phase = "" if self.reads else str(batch_idx)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         outputs = self(batch[0])
         loss = self.loss(outputs, batch[1])
-        if self.global_step >= 9:
+        if self.reads:
+            self.log("error", loss.item())
+        if self.global_step >= self.begins:
             loss = loss + outputs["pooled"].mean(0).square().sum()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
 
-def test_a_term_that_begins_after_many_kinds_of_steps_is_that_of_the_batch(workers: WorkerPools) -> None:
-    job = Job(model=Late, data=labelled, steps=11, num_val_batches=0)
+@pytest.mark.parametrize(("begins", "reads"), [(9, False), (2, True)])
+def test_a_term_that_begins_late_is_that_of_the_batch(begins: int, reads: bool, workers: WorkerPools) -> None:
+    """After many kinds of steps, or where the step is followed no more, as it has read data of blocks."""
+    job = Job(model=partial(Late, begins, reads=reads), data=labelled, steps=begins + 2, num_val_batches=0)
     assert_parity(job, run_layout(workers, job, Layout(pp=2, num_microbatches=2)))
 
 

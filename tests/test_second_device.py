@@ -253,7 +253,7 @@ def _with_activations_offloaded(layout: Layout) -> tuple[dict[str, Tensor], dict
         activations = {**layout.activations, "offload": offload}
         with (
             mock.patch.object(SideStreams, "to_host", autospec=True, side_effect=SideStreams.to_host) as copies,
-            mock.patch.object(activations, "Offload", partial(Offload, least_bytes=1)),
+            mock.patch("lightning_3d.run.parallel.activations.Offload", partial(Offload, least_bytes=1)),
         ):
             settings: dict[str, Any] = {"batches": 2, "epochs": 1, "accelerator": device.NAME}
             trainer, _ = fitted(replace(layout, activations=activations), TinyGPT, **settings)

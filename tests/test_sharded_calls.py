@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Shard
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.placement import Shard
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
 from lightning_3d.tensor.sequence import GatheredSequence
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 
 def _sharded(*shape: int) -> tuple[ShardedTensor, Interpreter]:
@@ -46,6 +47,67 @@ def test_the_memory_of_a_part_is_refused(name: str) -> None:
         getattr(x, name)()
 
 
+class _Summing(PlannedAxis):
+    """An axis whose sums stay what this rank has of them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(2)
+        self.rank = rank
+        self.sums: list[torch.Size] = []
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.sums.append(tensor.shape)
+        return tensor
+
+    def all_gather(self, local: Tensor, dim: int) -> Tensor:
+        raise AssertionError("rows are gathered")
+
+
+CLASSES = 5
+WEIGHT = torch.linspace(0.5, 3, CLASSES)
+LABELS = torch.tensor([[0, 3, -100, -100], [1, -100, 4, 2]])  # (B, T); the ranks' slices of T have unequal weights
+NUMBERS = torch.linspace(0, 1, 2 * 4 * CLASSES).view(2, 4, CLASSES)
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: F.cross_entropy(x.flatten(0, 1), LABELS.flatten()),
+    "classes second": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS),
+    "weighted": lambda x: F.cross_entropy(x.flatten(0, 1), LABELS.flatten(), weight=WEIGHT),
+    "weighted and smoothed": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS, WEIGHT, label_smoothing=0.2),
+    "smoothed": lambda x: F.cross_entropy(x.flatten(0, 1), LABELS.flatten(), label_smoothing=0.2),
+    "another label ignored": lambda x: F.cross_entropy(x.flatten(0, 1), LABELS.flatten() % 5, ignore_index=3),
+    "summed": lambda x: F.cross_entropy(x.flatten(0, 1), LABELS.flatten(), reduction="sum"),
+    "each": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS, reduction="none").mean(),
+    "of probabilities": lambda x: F.cross_entropy(x.flatten(0, 1), NUMBERS.flatten(0, 1), WEIGHT),
+    "of logarithms": lambda x: F.nll_loss(x.log_softmax(-1).flatten(0, 1), LABELS.flatten(), WEIGHT),
+    "squares": lambda x: F.mse_loss(x, NUMBERS),
+    "weighted squares": lambda x: F.mse_loss(x, 2 * NUMBERS, weight=NUMBERS),
+    "distances": lambda x: F.l1_loss(x, 2 * NUMBERS),
+    "bent distances": lambda x: F.huber_loss(x, NUMBERS, delta=0.3, weight=NUMBERS) + F.smooth_l1_loss(x, NUMBERS),
+    "binary": lambda x: F.binary_cross_entropy_with_logits(x, NUMBERS, pos_weight=WEIGHT),
+    "binary with weights": lambda x: F.binary_cross_entropy(x.sigmoid(), NUMBERS, weight=NUMBERS[:1], reduction="sum"),
+    "divergence": lambda x: F.kl_div(x.log_softmax(-1), NUMBERS, reduction="batchmean"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_the_sum_of_own_rows_over_the_count_of_all(name: str) -> None:
+    full = torch.randn(2, 4, CLASSES, requires_grad=True)
+    expected = LOSSES[name](full)
+    expected.backward()
+    found, gradients = torch.zeros(()), []
+    for rank in range(2):
+        local = full.detach().chunk(2, 1)[rank].clone().requires_grad_()
+        axis = _Summing(rank)
+        x = ShardedTensor(local, axis, Shard(1))
+        with Interpreter(axis):
+            loss = LOSSES[name](x)
+        loss.backward()
+        assert {sum.numel() for sum in axis.sums} == {1}, "more than a number is sent"
+        found, gradients = found + loss.detach(), [*gradients, local.grad]
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(torch.cat([gradient for gradient in gradients if gradient is not None], 1), full.grad)
+
+
 class _Watched(PlannedAxis):
     """Knows what it gathered, as long as somebody keeps that."""
 
@@ -53,8 +115,8 @@ class _Watched(PlannedAxis):
         super().__init__(2)
         self.gathered: list[weakref.ref[Tensor]] = []
 
-    def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        every = super().all_gather(local, dim)
+    def all_gather(self, local: Tensor, at: Shard) -> Tensor:
+        every = super().all_gather(local, at)
         self.gathered.append(weakref.ref(every))
         return every
 
@@ -62,7 +124,7 @@ class _Watched(PlannedAxis):
 def test_no_backward_keeps_what_it_gathers_again() -> None:
     local, weight = torch.randn(2, 4, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
     axis = _Watched()
-    gathered = GatheredSequence(local, axis)
+    gathered = GatheredSequence(local, axis, Shard(1))
     with gathered.not_saved():
         output = F.linear(gathered.whole, weight)
     del gathered

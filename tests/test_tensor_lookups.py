@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.sharding.placement import Shard, Sharded, in_parts
+from lightning_3d.sharding.rules import generic, views
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall
+from lightning_3d.sharding.rules.function import function_name
+from lightning_3d.sharding.rules.local_form import local_form
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor import plan_block
-from lightning_3d.tensor.placement import Shard, Sharded, in_parts
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
-from lightning_3d.tensor.rules import generic, views
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall
-from lightning_3d.tensor.rules.function import function_name
-from lightning_3d.tensor.rules.local_form import local_form
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 AXIS = PlannedAxis(2)
 SHARD, PARTS = Shard(1), in_parts(1, (2, 4), 2)

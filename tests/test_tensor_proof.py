@@ -16,10 +16,9 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.planning.plan import Plan
+from lightning_3d.sharding.rules import losses
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor import Verification, plan_block, verify, verify_block
-from lightning_3d.tensor.rules.local_form import local_form
-from lightning_3d.tensor.rules.watched_ops import WatchedOps
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from tests.models import Block, TinyGPT, tokens
 from tests.parity import Job, Layout, assert_parity, plan_text, run_layout
 from tests.workers import WorkerPools
@@ -87,13 +86,22 @@ def test_what_differs_is_left_whole_or_without_slices(workers: WorkerPools, sequ
         assert "% of the parameters sharded" in told["Sequence parallelism"]
 
 
-def test_sequences_that_ranks_do_not_divide_are_told_of(workers: WorkerPools) -> None:
+def _made(model: TinyGPT, length: int) -> list[tuple[str, bool, str]]:
+    """The collectives of a block, by kind and call."""
+    example = torch.randn(2, length, 32, requires_grad=True)
+    plan = plan_block(model.blocks[0], (example,), {}, size=2, sequence_parallel=True)
+    return [(made.kind, made.is_backward, made.call) for made in plan.collectives]
+
+
+def test_sequences_that_ranks_do_not_divide_are_cut_unevenly(workers: WorkerPools) -> None:
     job = Job(model=partial(TinyGPT, context=15), data=partial(tokens, context=15))
     ranks = run_layout(workers, job, Layout(tp=2, sequence_parallel=True))
     assert_parity(job, ranks)
-    why = "its sequence of 15 is not divisible by 2"
-    assert f"not sequence parallel: {why}" in plan_text(ranks[0].plan)
-    assert [text for text in ranks[0].warned if "Sequence parallelism is left out of blocks" in text and why in text]
+    assert "replicated" not in plan_text(ranks[0].plan)
+    assert not [text for text in ranks[0].warned if "Sequence parallelism is left out of blocks" in text]
+    of_odd, of_even = (_made(TinyGPT(context=16), length) for length in (15, 16))
+    assert of_odd == of_even
+    assert {kind for kind, _, _ in of_odd} == {"all-gather", "reduce-scatter"}
 
 
 def test_proof_can_be_left_out(workers: WorkerPools) -> None:
@@ -114,31 +122,25 @@ class Ending(nn.Module):
         return F.cross_entropy(self.head(x + self.mlp(x)).flatten(0, 1), labels.flatten())
 
 
-def _as_of_a_mean(enter: Any, self: WatchedOps, tensor: Tensor, placement: Any, func: Any) -> None:
-    enter(self, tensor, placement, torch.ops.aten.mean.default)
-
-
 def _proved_losses() -> list[tuple[bool, Verification]]:
-    """Whether a plan has slices of the sequence, and its proof: as it is, and with means of the ranks' means."""
+    """Whether a plan has slices of the sequence, and its proof: as it is, and with a count of all labels."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     block, x = Ending(), torch.randn(1, 8, 16, requires_grad=True)
     labels = torch.arange(8).masked_fill(torch.arange(8) < 3, -100)[None]
     proofs = []
     for is_planted, seen in ((False, labels), (True, labels), (True, labels.to("meta"))):
-        local_form.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             if is_planted:
-                enter = WatchedOps._enter
-                patch.setattr(WatchedOps, "_enter", lambda *args, enter=enter: _as_of_a_mean(enter, *args))
+                patch.setattr(losses, "_count", lambda rows, **_: rows.numel())
             plan = plan_block(block, (x, labels), {}, size=2, sequence_parallel=True)
             proof = verify_block(block, plan, (x.detach().to("meta").requires_grad_(), seen), {}, mesh)
+            assert "cross_entropy" not in [collective.call for collective in plan.collectives], "rows are gathered"
             proofs.append((plan.is_sequence_parallel, proof))
-        local_form.cache_clear()
     return proofs
 
 
-def test_labels_of_the_batch_show_a_mean_of_means(workers: WorkerPools) -> None:
+def test_labels_of_the_batch_show_a_wrong_count(workers: WorkerPools) -> None:
     for proofs in workers(2).run(_proved_losses):
         assert [is_along for is_along, _ in proofs] == [True] * 3
         assert [proof.passed for _, proof in proofs] == [True, False, True], "labels that are alike show nothing"

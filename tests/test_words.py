@@ -27,8 +27,10 @@ OLD = {
     "pipeline": """
         joint joints tail tails WAYS Average views sides Shown _left home homes Line line Decision Place joined""",
     "ranks": "Post Board board looks heed meet agreed",
-    "tensor": """
-        Whole WHOLE Parts grouped marked enter need needs Need _meet answer then starts Call settle routes unread""",
+    **dict.fromkeys(
+        ("sharding", "tensor"),
+        "Whole WHOLE Parts grouped marked enter need needs Need _meet answer then starts Call settle routes unread",
+    ),
     "activations": "Kept KeptTensor given kept",
     "zero": "Whole divide settle lend follow arrive go_on",
     "checkpoint": "aside completed rest served alike Parts marked",

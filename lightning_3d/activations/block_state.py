@@ -130,7 +130,7 @@ class StateBefore:
 
 def _structure(modules: Sequence[nn.Module]) -> list[Any]:
     """The modules and parameters in them; FSDP2 replaces parameters as it gathers and frees them."""
-    found: list[Any] = [child for module in modules for child in children_of(module).values()]
+    found: list[object] = [child for module in modules for child in children_of(module).values()]
     if not any(isinstance(module, FSDPModule) for module in modules):
         found += [parameter for module in modules for parameter in parameters_of(module).values()]
     return found

@@ -78,7 +78,7 @@ class ObservingHooks:
                     registry[key] = hook
 
     def _watched(self, hook: Hook, place: Place) -> Hook:
-        def watched(module: nn.Module, *args: Any) -> Any:
+        def watched(module: nn.Module, *args: object) -> Any:
             before, drawn_from = _state(module, args), self._generators.states()
             answer = hook(module, *args)
             if answer is not None or _state(module, args) != before or not self._generators.are_at(drawn_from):
@@ -89,7 +89,7 @@ class ObservingHooks:
         return disabled
 
 
-def _look_away(*args: Any) -> None:
+def _look_away(*args: object) -> None:
     """In place of a hook."""
 
 
@@ -98,7 +98,7 @@ def _is_of_torch(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "torch"
 
 
-def _state(module: nn.Module, args: tuple[Any, ...]) -> tuple[dict[str, int], list[int]]:
+def _state(module: nn.Module, args: tuple[object, ...]) -> tuple[dict[str, int], list[int]]:
     """The identity of each attribute, parameter and buffer, and how often each tensor that a hook gets, or the one
     behind it, was changed in place.
     """

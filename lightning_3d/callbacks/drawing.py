@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.memory.rank_memory import GIB, RankMemory
@@ -194,7 +194,7 @@ def _memory_unit(most: float) -> tuple[int, str]:
     return (GIB, "GiB") if most >= GIB else (2**20, "MiB")
 
 
-def _stack(axes: Axes, parts: Mapping[str, Sequence[float]], colours: Sequence[Any]) -> None:
+def _stack(axes: Axes, parts: Mapping[str, Sequence[float]], colours: Sequence[object]) -> None:
     """Draw a bar for each rank, of its parts one above the other."""
     num_ranks = len(next(iter(parts.values())))
     bottoms = [0.0] * num_ranks

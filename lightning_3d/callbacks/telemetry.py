@@ -138,7 +138,7 @@ class Telemetry(L.Callback):
         self._prepare(trainer)
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if not self._is_in_step:
             self._begin_step(_strategy(trainer), batch)
@@ -162,7 +162,7 @@ class Telemetry(L.Callback):
             self._counter.is_on = False
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         self._enter("other")
         self._counting.close()
@@ -257,7 +257,7 @@ class Telemetry(L.Callback):
         assert self._recorder is not None
         return self._recorder.during("data")
 
-    def _begin_step(self, strategy: ThreeDStrategy, batch: Any) -> None:
+    def _begin_step(self, strategy: ThreeDStrategy, batch: object) -> None:
         self._is_in_step = True
         if self._recorder is not None:
             strategy.run.measure_steps(self._recorder)
@@ -278,7 +278,7 @@ class Telemetry(L.Callback):
         if self._recorder is not None:
             self._recorder.enter(phase)
 
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._enter("other")
         if self._counter is not None:
             self._counter.is_on = True
@@ -387,11 +387,11 @@ def _precision(strategy: ThreeDStrategy) -> ThreeDPrecision:
     return strategy.precision_plugin
 
 
-def _num_ids(batch: Any) -> int:
+def _num_ids(batch: object) -> int:
     """Elements of the first tensor of shape (samples, tokens) that can be ids; 0 if there is none."""
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim == 2)
     return next((t.numel() for t in tensors if t.dtype in (torch.int64, torch.int32)), 0)
 
 
-def _shapes(batch: Any) -> list[torch.Size]:
+def _shapes(batch: object) -> list[torch.Size]:
     return [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 
@@ -42,7 +41,7 @@ class ScheduleTimeline(L.Callback):
         self._num_steps = 0
 
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if self._num_steps == self.step:
             strategy = self._strategy(trainer)
@@ -50,7 +49,7 @@ class ScheduleTimeline(L.Callback):
             strategy.run.measure_steps(self._recorder)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         if self._recorder is not None:
             self.timeline = self._gathered(self._strategy(trainer), self._recorder)

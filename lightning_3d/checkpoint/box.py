@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from lightning_3d.tensor.placement import InterleavedShard
+from lightning_3d.sharding.placement import InterleavedShard
 from lightning_3d.torch_internals.dtensor import StridedShard, part_of, placed
 
 

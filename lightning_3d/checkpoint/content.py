@@ -23,7 +23,7 @@ from lightning_3d.checkpoint.box import Share, is_part, state_share
 from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.distributed.agreement import gather_objects
 from lightning_3d.errors import CheckpointError
-from lightning_3d.tensor.placement import InterleavedShard, order_of
+from lightning_3d.sharding.placement import InterleavedShard, order_of
 
 TreePath = tuple[str | int, ...]
 """The way through the nested containers of a checkpoint to a value."""
@@ -89,7 +89,7 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, InterleavedSha
     return Content(values=values, metadata=changed(metadata, apart))
 
 
-def _saved_state(fqn: str, name: str, value: Any, parts: InterleavedShard | None) -> Any:
+def _saved_state(fqn: str, name: str, value: object, parts: InterleavedShard | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     share = state_share(value, parts)
@@ -101,11 +101,11 @@ def _saved_state(fqn: str, name: str, value: Any, parts: InterleavedShard | None
     return share
 
 
-def _partial_on_any_rank(metadata: dict[str, Any]) -> set[TreePath]:
+def _partial_on_any_rank(metadata: dict[str, object]) -> set[TreePath]:
     """The paths of tensors of which some rank has a part."""
     own: set[TreePath] = set()
 
-    def note(path: TreePath, node: Any) -> Any:
+    def note(path: TreePath, node: object) -> Any:
         own.update([path] if is_part(node) else ())
         return node
 
@@ -113,7 +113,7 @@ def _partial_on_any_rank(metadata: dict[str, Any]) -> set[TreePath]:
     return set().union(*gather_objects(own))
 
 
-def changed(node: Any, change: Callable[[TreePath, Any], Any], path: TreePath = ()) -> Any:
+def changed(node: object, change: Callable[[TreePath, Any], object], path: TreePath = ()) -> Any:
     """Map a tree of dictionaries, lists and tuples, parents before children; the same object where nothing changed.
 
     Args:
@@ -131,7 +131,9 @@ def changed(node: Any, change: Callable[[TreePath, Any], Any], path: TreePath = 
     return getattr(type(node), "_make", type(node))(children.values())
 
 
-def joined(values: Mapping[TreePath, Any], metadata: dict[str, Any], num_optimizers: int | None) -> dict[str, Any]:
+def joined(
+    values: Mapping[TreePath, object], metadata: dict[str, object], num_optimizers: int | None
+) -> dict[str, Any]:
     """The checkpoint that one process would have saved.
 
     Args:
@@ -139,21 +141,21 @@ def joined(values: Mapping[TreePath, Any], metadata: dict[str, Any], num_optimiz
         metadata: As in `Content`.
         num_optimizers: None if their states are not saved.
     """
-    checkpoint: dict[str, Any] = in_place(values, metadata)
+    checkpoint: dict[str, object] = in_place(values, metadata)
     checkpoint[MODEL] = {path[1]: value for path, value in values.items() if path[0] == MODEL}
     if num_optimizers is not None:
         checkpoint[OPTIMIZERS] = [_numbered(values, section) for section in sections(num_optimizers)]
     return checkpoint
 
 
-def in_place(values: Mapping[TreePath, Any], metadata: dict[str, Any]) -> dict[str, Any]:
+def in_place(values: Mapping[TreePath, object], metadata: dict[str, object]) -> dict[str, Any]:
     """The rest of a checkpoint with values where they were."""
     return {**changed(metadata, lambda path, node: values.get(path, node))}
 
 
-def states_of(values: Mapping[TreePath, Any], section: str) -> dict[str, dict[str, Any]]:
+def states_of(values: Mapping[TreePath, object], section: str) -> dict[str, dict[str, Any]]:
     """The states of an optimizer, by FQN and name."""
-    states: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, object]] = {}
     for path, value in values.items():
         if path[:2] == (section, "state"):
             states.setdefault(str(path[2]), {})[str(path[3])] = value

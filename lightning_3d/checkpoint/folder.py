@@ -154,7 +154,7 @@ class Folder:
     def _read(self, key: str, share: Share) -> None:
         self._load({key: share})
 
-    def _load(self, values: dict[str, Any]) -> None:
+    def _load(self, values: dict[str, object]) -> None:
         """Read into shares, and put other values in their place."""
         reader, planner = FolderReader(self.location, self.index), FolderPlanner(weights_only=self.weights_only)
         with unpickling(self.location):
@@ -175,11 +175,11 @@ def _unit(path: TreePath) -> TreePath:
     return path[:2] if path[0] == MODEL else path
 
 
-def _nested(leaves: Sequence[tuple[TreePath, Any]]) -> Any:
+def _nested(leaves: Sequence[tuple[TreePath, object]]) -> Any:
     """Values by path as the nested dictionaries and lists that they came from."""
     if len(leaves) == 1 and leaves[0][0] == ():
         return leaves[0][1]
-    branches: dict[str | int, list[tuple[TreePath, Any]]] = {}
+    branches: dict[str | int, list[tuple[TreePath, object]]] = {}
     for path, value in leaves:
         branches.setdefault(path[0], []).append((path[1:], value))
     if all(isinstance(step, int) for step in branches):

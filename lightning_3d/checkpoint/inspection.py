@@ -63,7 +63,7 @@ def inspect_checkpoint(location: str | PathLike[str], *, weights_only: bool = Tr
 _TOLD = {RUN, "pytorch-lightning_version", "epoch", "global_step", "lr_schedulers", "loops", "callbacks"}
 
 
-def _num_bytes(tree: Any) -> int:
+def _num_bytes(tree: object) -> int:
     tensors = {id(leaf): leaf for leaf in tree_leaves(tree) if info_of(leaf) is not None}
     return sum(leaf.num_bytes if isinstance(leaf, LazyTensor) else leaf.nbytes for leaf in tensors.values())
 

@@ -34,7 +34,7 @@ class LazyTensor:
     read: Callable[[Share], None] | None = None
     """Fills a share of a tensor in a folder, and reads no more than that."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> LazyTensor:
         return self
 
     @property
@@ -43,7 +43,7 @@ class LazyTensor:
         return torch.Size(self.info.shape).numel() * self.info.dtype.itemsize
 
 
-def made(tree: Any) -> Any:
+def made(tree: object) -> Any:
     """Nested containers with the full tensors in place of all `LazyTensor`."""
     known: dict[LazyTensor, Tensor] = {}
 
@@ -74,12 +74,12 @@ class SavedState(UserDict[str, Any]):
         return SavedState(self.data)
 
 
-def unread(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def unread(state: Mapping[str, object]) -> Mapping[str, Any]:
     """The values of a state dict as they are: lazy where nobody has asked for them."""
     return state.data if isinstance(state, SavedState) else state
 
 
-def as_lazy(tree: Any) -> Any:
+def as_lazy(tree: object) -> Any:
     """Nested containers with a `LazyTensor` in place of each tensor; of tensors that are tied it is the same."""
     known: dict[object, LazyTensor] = {}
 
@@ -108,7 +108,7 @@ def take(share: Share, value: Tensor | LazyTensor) -> None:
         fill(share.tensor, given, share.parts)
 
 
-def save_lazily(value: Mapping[str, Any], file: BinaryIO) -> None:
+def save_lazily(value: Mapping[str, object], file: BinaryIO) -> None:
     """Write a file as torch.save does, with one of the `LazyTensor` in ``value`` in memory at a time."""
     lazy = dict.fromkeys(leaf for leaf in tree_leaves(dict(value)) if isinstance(leaf, LazyTensor))
     places = {leaf: _untouched(leaf) for leaf in lazy}

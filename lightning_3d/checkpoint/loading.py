@@ -29,7 +29,7 @@ from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.checkpoint.reading import unpickling
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
-from lightning_3d.tensor.placement import InterleavedShard, interleaved_parameters
+from lightning_3d.sharding.placement import InterleavedShard, interleaved_parameters
 
 # --------------------------------------------------------------------------------------------------------- by a Trainer
 
@@ -53,7 +53,7 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
         if (seen := _seen_at(path)) != there:
             raise CheckpointError(f"Rank 0 sees {there} there, and this rank {seen}: {NOT_SHARED}")
     check_content(path, is_shared=True)
-    checkpoint: dict[str, Any] = {}
+    checkpoint: dict[str, object] = {}
     with collective_errors(f"read the checkpoint {path}"):
         if path.is_dir():
             checkpoint = _own_parts(Folder.open(path, weights_only=weights_only), module)
@@ -88,7 +88,7 @@ def _num_optimizers(folder: Folder, content: Content) -> int | None:
     return None if is_without else folder.num_optimizers
 
 
-def _own_part(path: TreePath, value: Any, model: Mapping[str, Any], parts: Mapping[str, InterleavedShard]) -> Any:
+def _own_part(path: TreePath, value: object, model: Mapping[str, object], parts: Mapping[str, InterleavedShard]) -> Any:
     if not isinstance(value, LazyTensor):
         return value
     steps = str(path[-1]).split(".")

@@ -22,7 +22,7 @@ from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.lazy import LazyTensor, info_of, made, take, unread
 from lightning_3d.checkpoint.match import by_fqn, check_groups, check_kind, check_num_optimizers
 from lightning_3d.errors import CheckpointError
-from lightning_3d.tensor.placement import InterleavedShard, interleaved_parameters
+from lightning_3d.sharding.placement import InterleavedShard, interleaved_parameters
 from lightning_3d.torch_internals.fsdp_units import reshard_units
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards, plain, shard_of

@@ -18,7 +18,7 @@ from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.lazy import info_of, made, take, unread
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.model.absent import stand_in
-from lightning_3d.tensor.placement import interleaved_parameters
+from lightning_3d.sharding.placement import interleaved_parameters
 from lightning_3d.torch_internals.modules import named_state
 
 expects_parts: ContextVar[bool] = ContextVar("expects_parts", default=False)
@@ -42,7 +42,7 @@ def like_state(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, An
     return formed
 
 
-def held_names(state: Mapping[str, Any]) -> set[str]:
+def held_names(state: Mapping[str, object]) -> set[str]:
     """Names of what this rank holds of a model's state."""
     present = {fqn: not value.is_meta for fqn, value in state.items() if isinstance(value, Tensor)}
     for fqn in state.keys() - present.keys():

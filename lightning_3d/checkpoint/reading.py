@@ -86,7 +86,7 @@ class FolderReader(FileSystemReader):
         self._index = index
 
     @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Read the index.
 
         Raises:
@@ -127,7 +127,7 @@ class FolderPlanner(DefaultLoadPlanner):
 
     @override
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, object], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 

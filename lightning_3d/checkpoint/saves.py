@@ -125,7 +125,7 @@ def _copied(tree: _Content) -> _Content:
     """
     copies: dict[int, Tensor] = {}
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf: object) -> Any:
         if isinstance(leaf, Share):
             return replace(leaf, tensor=copied(leaf.tensor))
         if not isinstance(leaf, Tensor):

@@ -46,7 +46,7 @@ from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.memory.rank_memory import GIB, size_text
-from lightning_3d.tensor.placement import interleaved_parameters
+from lightning_3d.sharding.placement import interleaved_parameters
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.torch_internals.modules import named_state
@@ -128,7 +128,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         if self._writes_folders or not _hooks_see_saving(self._module):
             return shown
         gathering = Gathering(content_of({MODEL: shown}, interleaved_parameters(self._module)).values)
-        full: dict[str, Any] = (
+        full: dict[str, object] = (
             gathering.with_peers_serving(lambda: made(joined(gathering.values(), {}, None)[MODEL])) or {}
         )
         broadcast = self._strategy.broadcast
@@ -137,7 +137,7 @@ class ThreeDCheckpointIO(CheckpointIO):
     @long_wait("Gathering the optimizer's state for a checkpoint")
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of the state of an optimizer for a checkpoint."""
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         with collective_errors("gather the optimizer's state"):
             own = optimizer_state(self._module, optimizer, self._shards)
         return own
@@ -221,7 +221,7 @@ class ThreeDCheckpointIO(CheckpointIO):
     @override
     @long_wait("Checking and reading the checkpoint")
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+        self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint of any layout; the model and its optimizers are filled when Lightning has given the user's
         ``on_load_checkpoint`` its turn.

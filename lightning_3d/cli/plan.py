@@ -122,7 +122,7 @@ def _scaling(
         with suppress(ThreeDError):  # too few ranks for the sizes that are set, or for the memory
             plans.append(planned_on(size)[1])
     shapes = [(each.plan.shape, each.seconds) for each in plans]
-    return {shape.world_size: num_samples * shape.dp / of.total for shape, of in shapes if of is not None}
+    return {shape.world_size: num_samples * shape.size("samples") / of.total for shape, of in shapes if of is not None}
 
 
 def _draw(

@@ -53,7 +53,7 @@ class BlockCompiler:
         config: CompileConfig,
         mesh: DeviceMesh | None = None,
         wait: CountedWait | None = None,
-        whole: Callable[[Any], Any] = lambda leaf: leaf,
+        whole: Callable[[Any], object] = lambda leaf: leaf,
         *,
         is_telling: bool = True,
     ) -> None:
@@ -75,7 +75,7 @@ class BlockCompiler:
                 return None
         return _CompiledForward(block, self, shards)
 
-    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def whole(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments whose tensors have values; lists and dicts stay the same, as the block may change them."""
         args, kwargs = with_replaced_leaves((args, kwargs), self._whole)
         return args, kwargs
@@ -96,7 +96,7 @@ class BlockCompiler:
         return self._functions[key]
 
     def _compile(
-        self, make: AnyCallable, name: str, is_kept: IsKept | None, graph: AnyCallable, inputs: Sequence[Any]
+        self, make: AnyCallable, name: str, is_kept: IsKept | None, graph: AnyCallable, inputs: Sequence[object]
     ) -> AnyCallable:
         with self._wait(f"Compiling {name}"):
             made: AnyCallable = make(graph, inputs, self._config.backend, self._config.mode, is_kept)
@@ -134,8 +134,8 @@ class _CompiledForward:
         self,
         forward: AnyCallable,
         forward_wrapper: ForwardWrapper | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> Any:
         if not self._is_compilable or _is_observed() or any(norm.training and is_watched(norm) for norm in self._norms):
             raise NotCompilable
@@ -153,7 +153,7 @@ class _CompiledForward:
             self._is_compilable = is_limit(error)
             raise NotCompilable from error
 
-    def _run(self, forward: AnyCallable, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, forward: AnyCallable, *args: object, **kwargs: object) -> Any:
         function, owner = (forward.__func__, (forward.__self__,)) if isinstance(forward, MethodType) else (forward, ())
         key = function, running(self._block).recomputed_eagerly is not None
         if key not in self._functions:  # to describe a block takes long
@@ -162,7 +162,7 @@ class _CompiledForward:
             return self._functions[key](*owner, *args, **kwargs)
 
 
-def _through(forward_wrapper: ForwardWrapper, run: AnyCallable, *args: Any, **kwargs: Any) -> Any:
+def _through(forward_wrapper: ForwardWrapper, run: AnyCallable, *args: object, **kwargs: object) -> Any:
     return forward_wrapper(run, args, kwargs)
 
 

@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from lightning_3d.model.block_runner import AnyCallable
-from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
+from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.sharded_forward import ShardedForward
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import Computation, NotCompilable
 from lightning_3d.torch_internals.dispatch import HigherOrderOperator
 from lightning_3d.torch_internals.dynamo import compiler_errors, is_limit
@@ -54,7 +54,7 @@ class Shards:
         """Blocks of one class with equal plans compute the same."""
         return self.forward.plan
 
-    def run(self, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """The output of the block, by a call on stand-ins that runs a `ShardedGraph`.
 
         Raises:
@@ -64,7 +64,7 @@ class Shards:
         return self.forward.on_shards(partial(self._on_stand_ins, call), args, kwargs)
 
     def _on_stand_ins(
-        self, call: AnyCallable, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: AnyCallable, interpreter: TensorInterpreter, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Any:
         present = _Present(self, interpreter)
         with self.forward.parameters(present.stand_in), present.set():
@@ -110,7 +110,7 @@ class Shards:
 class _Present:
     """The call that is under way."""
 
-    def __init__(self, shards: Shards, interpreter: Interpreter) -> None:
+    def __init__(self, shards: Shards, interpreter: TensorInterpreter) -> None:
         self.shards, self._interpreter = shards, interpreter
         self._hidden: dict[int, ShardedTensor] = {}  # by the id of its stand-in
         self.reached_graph = False
@@ -124,7 +124,7 @@ class _Present:
         finally:
             _PRESENT.reset(token)
 
-    def stand_in(self, tensor: Any) -> Any:
+    def stand_in(self, tensor: object) -> Any:
         """The stand-in of a sharded tensor; anything else as it is."""
         if not isinstance(tensor, ShardedTensor):
             return tensor
@@ -132,7 +132,7 @@ class _Present:
         self._hidden[id(stand_in)] = tensor
         return stand_in
 
-    def sharded(self, leaf: Any) -> Any:
+    def sharded(self, leaf: object) -> Any:
         """The sharded tensor behind a stand-in; anything else as it is."""
         return self._hidden.get(id(leaf), leaf)
 
@@ -168,7 +168,7 @@ class ShardedGraph:
         self._made: Computation | str | None = None  # a string: why it can't be compiled
         self._results: list[Any] = []  # how sharded results lie; None of plain ones
 
-    def __call__(self, *inputs: Any) -> list[Any]:
+    def __call__(self, *inputs: object) -> list[Any]:
         """The results of the graph, some of them sharded tensors.
 
         Raises:
@@ -196,7 +196,7 @@ class ShardedGraph:
         is_agreed = present.shards.vote(made is not None)
         return made if made is not None and is_agreed else reason
 
-    def _compute(self, present: _Present, given: Sequence[Any], *own: Tensor) -> list[Tensor]:
+    def _compute(self, present: _Present, given: Sequence[object], *own: Tensor) -> list[Tensor]:
         """The graph on other tensors like those that are given."""
         inputs = [_like(tensor, local) for tensor, local in zip(given, own, strict=True)]
         with present.modes():
@@ -205,7 +205,7 @@ class ShardedGraph:
         return [output.own() if isinstance(output, ShardedTensor) else output for output in outputs]
 
 
-def _like(tensor: Any, local: Tensor) -> Tensor:
+def _like(tensor: object, local: Tensor) -> Tensor:
     """Sharded as another is; a plain tensor as it is."""
     if not isinstance(tensor, ShardedTensor):
         return local

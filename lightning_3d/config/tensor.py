@@ -27,7 +27,7 @@ class TensorConfig:
     sequence_parallel: bool = False
     """Let norms, dropout and residuals between a block's sharded weights work on slices of the sequence, which takes
     1 / tensor_parallel_size of the memory for their activations (Korthikanti et al. 2022). For blocks whose first
-    argument is (B, T, D) and whose T the size divides."""
+    argument is (B, T, D) with a token per rank or more; slices need not be equal."""
 
     verify: bool = True
     """Compare every distinct planned block with its dense self before training, and drop the plans that differ."""

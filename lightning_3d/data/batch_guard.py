@@ -50,9 +50,9 @@ class BatchGuard:
         self._group = mesh.group("replica")
         self._num_sent = 0
         self._sent: _Sent | None = None  # not compared yet
-        self._replica_size = mesh.shape.world_size // mesh.shape.dp
+        self._replica_size = mesh.shape.size("replica")
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: object) -> Any:
         """Broadcast or compare as configured; every rank of a replica calls it with its batch.
 
         Raises:
@@ -115,7 +115,7 @@ class BatchGuard:
         )
 
 
-def checksum(batch: Any) -> Tensor:
+def checksum(batch: object) -> Tensor:
     """A number that differs if a leaf of the batch differs; 0-d int64, on the device of the batch, whose host does not
     wait for it.
     """

@@ -20,7 +20,7 @@ _MOST_ENTRIES = 10_000
 """Entries of a container up to which they are looked into: more are data."""
 
 
-def generators_of_loaders(loaders: Any) -> list[Any]:
+def generators_of_loaders(loaders: object) -> list[Any]:
     """All that are found from dataloaders, in an order that is the same for the same loaders."""
     return [held for held in held_by(loaders) if is_generator(held)]
 

@@ -38,13 +38,13 @@ class ReplayIterator(Iterator[Any]):
             self._iterator = before
 
 
-def is_used_up(loader: Any) -> bool:
+def is_used_up(loader: object) -> bool:
     """Whether it is an iterator that nothing puts back: a generator, say."""
     return isinstance(loader, Iterator) and not hasattr(loader, "__dict__") and not isinstance(loader, io.IOBase)
 
 
 @contextmanager
-def restored(loader: Any) -> Iterator[None]:
+def restored(loader: object) -> Iterator[None]:
     """Let batches of a dataloader be fetched inside; afterwards it is as before."""
     held = list(held_by(loader))
     with ExitStack() as stack:

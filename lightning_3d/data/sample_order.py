@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 
-def order_of(loader: Any, num_replicas: int) -> str | None:
+def order_of(loader: object, num_replicas: int) -> str | None:
     """In words, which samples all replicas' batches number k have together; None where batches of another number of
     replicas may have others: of iterable datasets, own samplers, shuffled by one replica's generator.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return None
-    sampler: Any = loader.sampler
+    sampler: object = loader.sampler
     if type(sampler) is DistributedSampler:
         order = f"shuffled by the seed {sampler.seed}" if sampler.shuffle else "in their order"
     elif type(sampler) is SequentialSampler:

@@ -20,7 +20,7 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 def is_generator(value: object) -> bool:
     """Whether a value is a random generator that has a state, which ``random.SystemRandom`` has not."""
-    kind: Any = type(value)  # Any: mypy holds no type for hashable
+    kind: object = type(value)  # Any: mypy holds no type for hashable
     return _is_kind(kind)
 
 
@@ -55,7 +55,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 @contextmanager
-def states_kept(generators: Iterable[Any]) -> Iterator[None]:
+def states_kept(generators: Iterable[object]) -> Iterator[None]:
     """Put generators back afterwards to where they are now."""
     states = [(generator, state_of(generator)) for generator in generators]
     try:
@@ -65,12 +65,12 @@ def states_kept(generators: Iterable[Any]) -> Iterator[None]:
             set_state(generator, state)
 
 
-def packed(generator: Any) -> dict[str, Any]:
+def packed(generator: object) -> dict[str, Any]:
     """The state of a generator, for a checkpoint."""
     return {"kind": type(generator).__name__, "state": _tensors_in(state_of(generator))}
 
 
-def unpack(saved: Mapping[str, Any], generator: Any) -> bool:
+def unpack(saved: Mapping[str, object], generator: object) -> bool:
     """Set a generator to what `packed` gave; returns whether it is of the same kind, else it stays."""
     if saved["kind"] != type(generator).__name__:
         return False
@@ -101,7 +101,7 @@ def unpacked_states(saved: Mapping[str, Any], now: RandomStates) -> RandomStates
     )
 
 
-def _tensors_in(state: Any) -> Any:
+def _tensors_in(state: object) -> Any:
     """A state with tensors in place of arrays and of long tuples of integers."""
     if isinstance(state, np.ndarray):
         return {"dtype": state.dtype.name, "bytes": torch.frombuffer(bytearray(state.tobytes()), dtype=torch.uint8)}
@@ -114,7 +114,7 @@ def _tensors_in(state: Any) -> Any:
     return state
 
 
-def _like_python(saved: Any) -> Any:
+def _like_python(saved: object) -> Any:
     if isinstance(saved, Tensor):
         return tuple(saved.tolist())
     if isinstance(saved, dict) and saved.keys() == {"dtype", "bytes"}:

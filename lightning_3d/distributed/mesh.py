@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -39,10 +39,10 @@ class MeshCoordinate:
 class MeshShape:
     """The number of ranks along each axis, outermost first."""
 
-    pp: int
-    dp: int
-    cp: int
-    tp: int
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
 
     @property
     def sizes(self) -> dict[AxisName, int]:
@@ -54,16 +54,36 @@ class MeshShape:
         """The number of all ranks."""
         return prod(self.sizes.values())
 
+    def size(self, role: Role) -> int:
+        """The number of ranks of a group of a role."""
+        return prod(self.sizes[name] for name in ROLES[role])
+
+    @property
+    def model_size(self) -> int:
+        """The number of ranks that hold parts of one copy of the model, whatever ZeRO does."""
+        return prod(self.sizes[axis.name] for axis in AXES if axis.cuts_model)
+
     @property
     def is_model_parallel(self) -> bool:
         """Whether ranks hold parts of the model, whatever ZeRO does."""
-        return any(self.sizes[axis.name] > 1 for axis in AXES if axis.cuts_model)
+        return self.model_size > 1
 
     @property
     def text(self) -> str:
         """Such as ``pipeline 2 x data 1 x tensor 4``: the axes that are built, and others that have several ranks."""
         shown = [axis for axis in AXES if axis.is_built or self.sizes[axis.name] > 1]
         return " x ".join(f"{axis.label} {self.sizes[axis.name]}" for axis in shown)
+
+    @property
+    def short_text(self) -> str:
+        """Such as ``pipeline 2 x tensor 4``: the axes that have several ranks."""
+        shown = [f"{axis.label} {self.sizes[axis.name]}" for axis in AXES if self.sizes[axis.name] > 1]
+        return " x ".join(shown) or "one rank"
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """The sizes as `ThreeDConfig` has them."""
+        return {axis.setting: self.sizes[axis.name] for axis in AXES}
 
     def coordinate(self, rank: int) -> MeshCoordinate:
         """The coordinate of a global rank, ``0 <= rank < world_size``."""
@@ -126,7 +146,7 @@ class Mesh:
     slices: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
     """The answers of `sliced` so far."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         """Itself: process groups belong to the process."""
         return self
 
@@ -244,10 +264,10 @@ def warn_of_slow_groups(shape: MeshShape, ranks_per_node: int) -> None:
 
 
 def num_sharing(shape: MeshShape, *, zero_stage: int, shard_size: int | Literal["auto"]) -> int:
-    """Data-parallel ranks that share the training state; the settings are those of `build_mesh`."""
+    """Ranks that share the training state; the settings are those of `build_mesh`."""
     if zero_stage == 0:
         return 1
-    return shape.dp if shard_size == "auto" else shard_size
+    return shape.size("state") if shard_size == "auto" else shard_size
 
 
 def build_mesh(
@@ -270,7 +290,7 @@ def build_mesh(
     """
     assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
     groups = MeshGroups(timeout, device_type)
-    dp_shard = num_sharing(shape, zero_stage=zero_stage, shard_size=shard_size)
+    dp_shard = min(shape.dp, num_sharing(shape, zero_stage=zero_stage, shard_size=shard_size))
     sizes: dict[str, int] = {}
     for name, size in shape.sizes.items():
         sizes |= {"dp_replicate": size // dp_shard, "dp_shard": dp_shard} if name == "dp" else {name: size}

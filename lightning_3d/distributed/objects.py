@@ -47,7 +47,7 @@ def broadcast_object(value: Any, device: torch.device, *, src: int, group: dist.
     return _Unpickler(structure, tensors).load()
 
 
-def all_gather_objects(value: Any, device: torch.device, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_objects(value: object, device: torch.device, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The objects of all ranks of a group, by rank in it; every rank of it calls this.
 
     Args:
@@ -61,7 +61,7 @@ def all_gather_objects(value: Any, device: torch.device, *, group: dist.ProcessG
 class _Packed(pickle.Pickler):
     """An object as bytes, and the tensors in it that lie on devices, in their order."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         buffer = io.BytesIO()
         super().__init__(buffer)
         self.tensors: list[Tensor] = []
@@ -71,7 +71,7 @@ class _Packed(pickle.Pickler):
         self.metas = [(tensor.shape, tensor.dtype) for tensor in self.tensors]
 
     @override
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: object) -> int | None:
         if type(obj) is not Tensor or obj.device.type in ("cpu", "meta"):
             return None
         if id(obj) not in self._indices:

@@ -107,17 +107,23 @@ class _Replicas:
         self._group = group
         self._runs: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def ask(self, caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ask(
+        self, caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """``get_rank`` or ``get_world_size``."""
         if is_users(caller) and self._is_over_all(original, args, kwargs):
             return original(self._group)
         return original(*args, **kwargs)
 
-    def world(self, caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def world(
+        self, caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """``dist.group.WORLD``."""
         return self._group if is_users(caller) else original(*args, **kwargs)
 
-    def call(self, caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """A collective. What is not there as a whole, as an output of a block on shards, is made whole for it."""
         stays = original.__name__ in _BARRIERS  # of all ranks: more than one of the replicas, and as good
         if stays or not is_users(caller) or not self._is_over_all(original, args, kwargs):
@@ -130,11 +136,13 @@ class _Replicas:
         run = self._runs.setdefault(original, _named(original))
         return handle_torch_function(run, tensors, tensors[0], args, kwargs)
 
-    def _is_over_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_over_all(
+        self, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> bool:
         return is_of_all(_signature(function).bind(*args, **kwargs).arguments.get("group"), self._group)
 
     def _over_replicas(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> dict[str, Any]:
         """The same arguments, with ranks and group those of the dp axis."""
         given = dict(_signature(original).bind(*args, **kwargs).arguments, group=self._group)
@@ -146,7 +154,7 @@ class _Replicas:
         return given
 
 
-def _refuse(caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse(caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     if is_users(caller):
         raise StepError(
             f"{original.__name__} was called by {caller}, but in a pipeline or with tensor parallel the ranks that it"
@@ -156,10 +164,10 @@ def _refuse(caller: str, original: Callable[..., Any], args: tuple[Any, ...], kw
     return original(*args, **kwargs)
 
 
-def _named(original: Callable[..., Any]) -> Callable[..., Any]:
+def _named(original: Callable[..., object]) -> Callable[..., Any]:
     """A function for modes of torch functions: always the same, as they keep what they find out about it."""
 
-    def run(first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(first: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         return original(*args, **kwargs)
 
     run.__name__ = COLLECTIVE if original.__module__ == differentiable.__name__ else CHANGING_COLLECTIVE
@@ -167,5 +175,5 @@ def _named(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def _signature(function: Callable[..., object]) -> inspect.Signature:
     return inspect.signature(function)

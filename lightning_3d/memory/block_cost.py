@@ -139,19 +139,19 @@ def block_cost(
         Exception: of the block, which can't run without data.
     """
 
-    def made(leaf: Any) -> Any:
+    def made(leaf: object) -> Any:
         if not isinstance(leaf, TensorMeta):
             return leaf
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device).requires_grad_(leaf.requires_grad)
         return tensor.clone()  # a leaf of autograd can't be changed in place
 
-    def run(measure: Callable[[Callable[[], list[Any]]], Any]) -> Any:
+    def run(measure: Callable[[Callable[[], list[object]]], object]) -> Any:
         parameters = _parameters(block, device, planned)
         if planned is not None:
             parameters = planned.found(parameters)
         buffers = {name: torch.empty_like(buffer, device=device) for name, buffer in block.named_buffers()}
 
-        def call(own: Callable[..., Any]) -> Any:
+        def call(own: Callable[..., object]) -> Any:
             args, kwargs = tree_map(made, inputs)
             return measure(
                 lambda: tree_leaves(own(*args, **kwargs) if planned is None else planned.run(own, args, kwargs))
@@ -181,14 +181,14 @@ def _parameters(block: nn.Module, device: torch.device, planned: PlannedForward 
     return {fqn: made[parameter] for fqn, parameter in found.items()}
 
 
-def _forward_alone(forward: Callable[[], list[Any]]) -> _LiveBytes:
+def _forward_alone(forward: Callable[[], list[object]]) -> _LiveBytes:
     live = _LiveBytes()
     with live:
         forward()
     return live
 
 
-def _forward_and_backward(forward: Callable[[], list[Any]]) -> BlockCost:
+def _forward_and_backward(forward: Callable[[], list[object]]) -> BlockCost:
     """All but what a forward alone tells."""
     casts = set[StorageWeakRef]()
 
@@ -287,7 +287,7 @@ class _LiveBytes(CollectiveMode):
         return self._live
 
 
-def _storages(tree: Any) -> dict[StorageWeakRef, int]:
+def _storages(tree: object) -> dict[StorageWeakRef, int]:
     """The storages of its tensors -> bytes."""
     tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
     return {StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}

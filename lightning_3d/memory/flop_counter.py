@@ -17,12 +17,12 @@ from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 
-def _flops_of_grouped(input: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+def _flops_of_grouped(input: Sequence[int], weight: Sequence[int], *_: object, **__: object) -> int:
     """Floating-point operations of a product per expert, [M, K] and [G, K, N]."""
     return 2 * math.prod(input) * weight[-1]
 
 
-def _flops_of_added(into: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+def _flops_of_added(into: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
     """Floating-point operations of a product that is added in place."""
     return 2 * math.prod(left) * right[-1]
 
@@ -67,6 +67,6 @@ class FlopCounter(OperatorMode):
         return result
 
 
-def _is_without_data(args: tuple[Any, ...]) -> bool:
+def _is_without_data(args: tuple[object, ...]) -> bool:
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)

@@ -174,7 +174,7 @@ class AbsentTensor(Tensor):
                     _become_absent(leaf, _lack(origin))
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         with DisableTorchFunctionSubclass():
             copied = successor(self, self.detach().clone())
         return _become_absent(copied, _lack(self))

@@ -59,7 +59,9 @@ Deferred = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], AnyCallable 
 class Step(Protocol):
     """A step that is being traced or run."""
 
-    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(
+        self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """Answer a call of a block that glue made; ``call`` runs the block itself."""
 
 
@@ -165,13 +167,13 @@ class BlockRunner:
         finally:
             self._forward_wrapper = None
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: object, **kwargs: object) -> Any:
         """In place of ``block(...)``."""
         if self.route is not None and (step := self.route.step) is not None:
             return step.on_block(self, self._call_hooked, args, kwargs)
         return self._joined(self._call_alone, args, kwargs)
 
-    def _joined(self, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _joined(self, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         is_in_parts = (
             self.pipeline_exchange is not None or self.sharded is not None or isinstance(self.block, FSDPModule)
         )
@@ -186,7 +188,7 @@ class BlockRunner:
             else self.pipeline_exchange(self, call, args, kwargs)
         )
 
-    def _call_alone(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_alone(self, *args: object, **kwargs: object) -> Any:
         if not isinstance(self.block, FSDPModule) or self.pipeline_exchange is not None:
             return self._call_hooked(*args, **kwargs)
         self._meet_others()  # before the hooks gather
@@ -217,7 +219,7 @@ class BlockRunner:
         if self.sync_check is not None:
             self.sync_check(f"a call of {self.fqn}")
 
-    def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_hooked(self, *args: object, **kwargs: object) -> Any:
         if isinstance(self.block, FSDPModule):
             self._check_own_weights()
         call = call_of(self.block)
@@ -239,7 +241,7 @@ class BlockRunner:
     def _check_own_weights(self) -> None:
         """Refuse tensors in place of parameters: hooks put gathered parameters there before the forward."""
         for name, owner in self.block.named_modules():
-            registered: dict[str, Any] = dict(parameters_of(owner))
+            registered: dict[str, object] = dict(parameters_of(owner))
             for own_name, weight in registered.items():
                 if weight is not None and not isinstance(weight, nn.Parameter):
                     fqn = ".".join(filter(None, (self.fqn, name, own_name)))
@@ -255,7 +257,7 @@ class BlockRunner:
         if recomputed is None or self.route is None or self._forward_wrapper is not None:
             return compiled
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: object, **kwargs: object) -> Any:
             self._is_recomputed = True
             try:
                 return compiled(*args, **kwargs)
@@ -265,7 +267,7 @@ class BlockRunner:
         return lambda *args, **kwargs: recomputed(run, args, kwargs)
 
     def _deferring(self, call: AnyCallable, deferred: Deferred) -> AnyCallable:
-        def answer(*args: Any, **kwargs: Any) -> Any:
+        def answer(*args: object, **kwargs: object) -> Any:
             if (answered := deferred(call, args, kwargs)) is None:
                 return call(*args, **kwargs)
             forward_wrapper = self._take_forward_wrapper()
@@ -273,7 +275,7 @@ class BlockRunner:
 
         return answer
 
-    def call_late(self, call: AnyCallable, forward_wrapper: ForwardWrapper, *args: Any) -> Any:
+    def call_late(self, call: AnyCallable, forward_wrapper: ForwardWrapper, *args: object) -> Any:
         """Make a call that was deferred, with its hooks; ``forward_wrapper`` runs its forward."""
         self._is_late = True
         try:
@@ -282,7 +284,7 @@ class BlockRunner:
         finally:
             self._is_late = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """In place of ``block.forward(...)``."""
         if self._is_late:
             return self._forward(*args, **kwargs)
@@ -290,13 +292,13 @@ class BlockRunner:
             return step.on_block(self, self._forward, args, kwargs)
         return self._joined(self._forward, args, kwargs)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: object, **kwargs: object) -> Any:
         self._check_present()
         offloaded = nullcontext() if self.offloaded is None or self.route is None else self.offloaded()
         with named(self.fqn), offloaded:
             return self._enable_recompute(*args, **kwargs)
 
-    def _enable_recompute(self, *args: Any, **kwargs: Any) -> Any:
+    def _enable_recompute(self, *args: object, **kwargs: object) -> Any:
         if self.recomputed is None or self.route is None or self._is_recomputed:
             return self._compute(*args, **kwargs)
         return self.recomputed(self._compute, args, kwargs)
@@ -308,7 +310,7 @@ class BlockRunner:
             return call
         return lambda *args, **kwargs: recomputed(call, args, kwargs)
 
-    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+    def _compute(self, *args: object, **kwargs: object) -> Any:
         forward_wrapper = self._take_forward_wrapper()
         if self.compiled is not None:
             try:
@@ -320,7 +322,7 @@ class BlockRunner:
             return self.innermost(*args, **kwargs)
         return self._eagerly(self.sharded)(*args, **kwargs)
 
-    def innermost(self, *args: Any, **kwargs: Any) -> Any:
+    def innermost(self, *args: object, **kwargs: object) -> Any:
         """The author's forward, through what the present call wants around it."""
         forward_wrapper = self._take_forward_wrapper()
         run = self._own if self.sharded is not None else self._eagerly(self._own)
@@ -360,7 +362,7 @@ def own_forward(block: nn.Module) -> AnyCallable:
 
 
 def _noting_containers(
-    changed: dict[int, Container], forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    changed: dict[int, Container], forward: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Any:
     """Run ``forward`` and note what it changed in lists and dicts among its arguments, as FSDP2's hooks copied them."""
     containers = argument_containers(args, kwargs)

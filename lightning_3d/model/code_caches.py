@@ -89,19 +89,19 @@ class _LruCaches:
 _LRU_CACHES = _LruCaches()
 
 
-def _is_users(code: Any) -> bool:
+def _is_users(code: object) -> bool:
     """Whether a class or function is of the model's author, or of a package that is no framework."""
     return str(getattr(code, "__module__", None)).partition(".")[0] not in _FRAMEWORKS
 
 
-def _put_back(owner: type | ModuleType, before: Mapping[str, Any]) -> None:
+def _put_back(owner: type | ModuleType, before: Mapping[str, object]) -> None:
     changed = {name for name, value in dict(vars(owner)).items() if before.get(name, _ABSENT) is not value}
     for name in changed:
         if _holds_tensor(vars(owner)[name]):
             delattr(owner, name) if name not in before else setattr(owner, name, before[name])
 
 
-def _containers(names: Mapping[str, Any]) -> Iterator[Any]:
+def _containers(names: Mapping[str, object]) -> Iterator[Any]:
     """The containers among attributes, also those inside of dicts, of objects, and in the closures of functions."""
     for value in names.values():
         if isinstance(value, dict):
@@ -115,7 +115,7 @@ def _containers(names: Mapping[str, Any]) -> Iterator[Any]:
             yield from _small([attributes, *attributes.values()])
 
 
-def _small(values: Iterable[Any]) -> Iterator[Any]:
+def _small(values: Iterable[object]) -> Iterator[Any]:
     return (value for value in values if isinstance(value, CONTAINERS) and len(value) <= _MOST_ENTRIES)
 
 
@@ -126,13 +126,13 @@ def _content_of_cell(cell: CellType) -> Any:
         return None
 
 
-def _holds_tensor(value: Any, depth: int = _DEPTH) -> bool:
+def _holds_tensor(value: object, depth: int = _DEPTH) -> bool:
     if isinstance(value, Tensor):
         return True
     if depth == 0 or isinstance(value, (type, ModuleType, nn.Module)):
         return False
     if isinstance(value, dict):
-        inner: Iterable[Any] = dict.values(value)
+        inner: Iterable[object] = dict.values(value)
     elif isinstance(value, (tuple, *CONTAINERS)):
         inner = value
     else:

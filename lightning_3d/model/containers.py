@@ -21,7 +21,7 @@ def refill(container: Any, content: Any) -> None:
         (kind.update if kind is set else kind.extend)(container, content)
 
 
-def _builtin(container: Any) -> Any:
+def _builtin(container: object) -> Any:
     """The built-in class behind the container's."""
     return next(cls for cls in (OrderedDict, *CONTAINERS) if isinstance(container, cls))
 

@@ -6,7 +6,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +55,7 @@ def identity_of(fqn: str, block: nn.Module) -> Identity:
     return Identity(kind_of(block), attributes)
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: object) -> Hashable:
     """Equal for values that compute the same, as far as planning can tell."""
     if isinstance(value, _BY_VALUE):
         return type(value), value

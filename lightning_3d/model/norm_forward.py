@@ -23,7 +23,7 @@ class NormForward:
         self.norm = norm
         self._around, self._own = forward_wrapper, norm.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """In place of ``norm.forward(...)``."""
         return self._around(self._own, args, kwargs)
 

@@ -20,7 +20,7 @@ Container = list[Any] | dict[Any, Any]
 _LISTS: Any = (list, deque)
 
 
-def register_dataclasses(tree: Any) -> None:
+def register_dataclasses(tree: object) -> None:
     """Make dataclasses that hold tensors known to torch's pytrees, through which FSDP2 finds the tensors as well.
 
     The same holds for a ``UserDict``, which blocks may fill, as transformers' layers that share keys and values do.
@@ -38,7 +38,7 @@ def register_dataclasses(tree: Any) -> None:
 
 
 def flatten_call(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[list[Any], Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
     """The leaves among the arguments of a call, and what makes arguments of other leaves; fast for plain tensors."""
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):
@@ -47,7 +47,7 @@ def flatten_call(
     return leaves, partial(tree_unflatten, treespec=spec)
 
 
-def with_replaced_leaves(tree: Any, replace: Callable[[Any], Any]) -> Any:
+def with_replaced_leaves(tree: object, replace: Callable[[Any], object]) -> Any:
     """A tree with other leaves; lists and dicts get them and stay the objects that they are."""
     if isinstance(tree, Tensor):
         return replace(tree)
@@ -66,17 +66,17 @@ def with_replaced_leaves(tree: Any, replace: Callable[[Any], Any]) -> Any:
     return tree if all(map(is_, replaced, leaves)) else tree_unflatten(replaced, spec)
 
 
-def holds_tensors(tree: Any) -> bool:
+def holds_tensors(tree: object) -> bool:
     """Whether a leaf is a tensor."""
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))
 
 
-def argument_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
+def argument_containers(args: tuple[object, ...], kwargs: dict[str, object]) -> list[Container]:
     """The lists and dicts in nested tuples, lists and dicts among the arguments of a call, in a fixed order."""
     return _containers_of((*args, *kwargs.values()))
 
 
-def _containers_of(tree: Any) -> list[Container]:
+def _containers_of(tree: object) -> list[Container]:
     tree = tree.data if isinstance(tree, UserDict) else tree
     if not isinstance(tree, (dict, list, tuple)):
         return []
@@ -102,17 +102,17 @@ def is_same(before: Any, after: Any) -> bool:
     return is_plain and bool(before == after)
 
 
-def is_opaque(value: Any) -> bool:
+def is_opaque(value: object) -> bool:
     """Whether it is an object that may hold tensors where pytrees don't find them, as key-value caches do."""
     return bool(getattr(value, "__dict__", None)) and not isinstance(value, (Tensor, nn.Module, type, FunctionType))
 
 
-def as_called(tree: Any) -> Any:
+def as_called(tree: object) -> Any:
     """Arguments for one run of a block, which may change the opaque objects among them."""
     return tree_map(lambda leaf: copied(leaf) if is_opaque(leaf) else leaf, tree)
 
 
-def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+def copied(value: object, memo: dict[int, object] | None = None) -> Any:
     """A copy of an opaque object, of the objects, lists and dicts in it and so on; tensors and modules are kept."""
     memo = {} if memo is None else memo
     if id(value) in memo:
@@ -129,7 +129,7 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     return new
 
 
-def tensor_positions(leaves: Sequence[Any]) -> dict[int, int]:
+def tensor_positions(leaves: Sequence[object]) -> dict[int, int]:
     """Id of a tensor -> its first position, in order."""
     positions: dict[int, int] = {}
     for i, leaf in enumerate(leaves):

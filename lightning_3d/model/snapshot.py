@@ -97,12 +97,12 @@ class Snapshot:
         assert isinstance(saved, _Data)
         return saved.is_changed()
 
-    def may_differ(self, value: Any) -> bool:
+    def may_differ(self, value: object) -> bool:
         """Whether there is something else in a container now, or a tensor whose data was kept."""
         saved = self._saved.get(id(value))
         return isinstance(saved, _Data) or (saved is not None and saved.may_differ())
 
-    def _kept(self, attributes: dict[str, Any]) -> dict[str, Any]:
+    def _kept(self, attributes: dict[str, object]) -> dict[str, Any]:
         if not self._ignored:
             return dict(attributes)
         return {name: value for name, value in attributes.items() if name not in self._ignored}
@@ -115,7 +115,7 @@ class Snapshot:
                 self._save_data(buffer)
         saved.nested = [data for data in map(self._saved.get, map(id, buffers.values())) if data is not None]
 
-    def _save(self, value: Any) -> None:
+    def _save(self, value: object) -> None:
         if type(value) is Tensor:
             self._save_data(value)
         elif isinstance(value, tuple):
@@ -140,7 +140,7 @@ class Snapshot:
 class _Container:
     """A container and its content."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value, self.content = value, content_of(value)
         self.nested: list[_Container | _Data] = []
         """Containers and data that were kept of its entries."""

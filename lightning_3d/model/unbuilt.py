@@ -75,10 +75,10 @@ class UnbuiltTensor(Tensor):
                 _become_unbuilt(leaf, _name_of(origin))
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnbuiltTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> UnbuiltTensor:
         return _unbuilt(self, _name_of(self))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise _needs_values("pickling", self)
 
 
@@ -96,7 +96,7 @@ def building(*, is_first: bool) -> Iterator[None]:
             with suppress(RuntimeError):  # something holds a weak reference to it, or a view: it stays as it is
                 _lose_values(parameter, f"{type(module).__name__}.{name}")
 
-    def trunc_normal_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def trunc_normal_(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
         if isinstance(tensor, UnbuiltTensor):  # it draws until all are within bounds
             truncate(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
             return tensor

@@ -18,7 +18,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.initial_weights import of_rank
 from lightning_3d.parts.module import holds_parts
 from lightning_3d.parts.part_tensor import own_part
-from lightning_3d.tensor.placement import interleaved_parameters, mark
+from lightning_3d.sharding.placement import interleaved_parameters, mark
 from lightning_3d.torch_internals.fsdp_units import reshard_units
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.torch_internals.pytree import tree_leaves

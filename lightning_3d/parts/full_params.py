@@ -13,7 +13,7 @@ from lightning_3d.checkpoint.box import fill, is_part
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.parts.module import as_built
 from lightning_3d.parts.stages import full_on_all, holders_of
-from lightning_3d.tensor.placement import InterleavedShard, interleaved_parameters
+from lightning_3d.sharding.placement import InterleavedShard, interleaved_parameters
 from lightning_3d.torch_internals.fsdp_units import forget_units, reshard_units
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.zero.attributes import successor

@@ -142,7 +142,7 @@ def unshard(module: nn.Module, copies: Sequence[nn.Module]) -> None:
 
 
 def full_modules(
-    checkpoint: Mapping[str, Any], model: nn.Module, summoned: AbstractContextManager[None], *, is_saved_here: bool
+    checkpoint: Mapping[str, object], model: nn.Module, summoned: AbstractContextManager[None], *, is_saved_here: bool
 ) -> dict[str, Any]:
     """A checkpoint with whole copies in place of modules of the model, as ``save_hyperparameters()`` puts them there;
     every rank calls it.
@@ -156,7 +156,7 @@ def full_modules(
     def is_inner(leaf: object) -> bool:
         return isinstance(leaf, nn.Module) and leaf in inner
 
-    def copied(leaf: Any) -> Any:
+    def copied(leaf: object) -> Any:
         if not is_inner(leaf):
             return leaf
         return copy.deepcopy(leaf, memo) if is_saved_here else None

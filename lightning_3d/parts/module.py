@@ -26,7 +26,7 @@ from lightning_3d.model.absent import Stages, mark_absent
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.parts.part_tensor import own_part, watch_parts
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import marks_hidden, marks_of
+from lightning_3d.sharding.placement import marks_hidden, marks_of
 from lightning_3d.torch_internals.fsdp_units import let_be_copied, without_units
 from lightning_3d.torch_internals.modules import APPLY, buffers_of, parameters_of
 
@@ -80,7 +80,7 @@ class _PartsWarning:
     def __init__(self, original: weakref.ref[nn.Module] | None = None) -> None:
         self._original = original
 
-    def __call__(self, module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
+    def __call__(self, module: nn.Module, state: Mapping[str, object], *_: object) -> None:
         num_parts = sum(is_part(value) for value in state.values())
         if num_parts and self._original is not None and self._original() is module and not expects_parts.get():
             rank_zero_warn(
@@ -90,7 +90,7 @@ class _PartsWarning:
                 " trainer.strategy.summon_full_params():`."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PartsWarning:
+    def __deepcopy__(self, memo: dict[int, object]) -> _PartsWarning:
         return self
 
     def __reduce__(self) -> Any:
@@ -106,7 +106,7 @@ class _PartsWarning:
 
 
 def _take_parts(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Mapping[str, Any], *_: Any
+    module: nn.Module, state_dict: dict[str, object], prefix: str, local_metadata: Mapping[str, object], *_: object
 ) -> None:
     parts = marks_of(module)
     for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):

@@ -30,7 +30,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.absent import AbsentTensor
 from lightning_3d.parts.elementwise import is_elementwise
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import ORDER, InterleavedShard, interleaved_parameters, order_of
+from lightning_3d.sharding.placement import ORDER, InterleavedShard, interleaved_parameters, order_of
 from lightning_3d.torch_internals.dispatch import (
     GET_DATA,
     SET_DATA,
@@ -126,7 +126,7 @@ class PartTensor(DTensor):
                 args, kwargs = tree_unflatten(leaves, spec)
                 return tree_map_only(DTensor, lambda result: _as_part(result, first), func(*args, **kwargs))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         with DisableTorchFunctionSubclass():
             copied = successor(self, self.detach().clone())
         return _become_part(copied, _part_of(self))
@@ -180,11 +180,11 @@ def _as_part(result: DTensor, tensor: PartTensor) -> Tensor:
     return _become_part(result, _part_of(tensor))
 
 
-def _name(func: Any) -> str:
+def _name(func: object) -> str:
     return getattr(func, "__name__", "")
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
 
 
@@ -195,7 +195,7 @@ def _writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 @lru_cache(_MAX_FUNCTIONS)
-def _is_about(func: Any) -> bool:
+def _is_about(func: object) -> bool:
     """Whether a function asks for what a parameter says of itself without its values, or for its gradient."""
     if _name(func) in ("__get__", "__set__"):
         return func not in _VALUE_GETTERS and func not in _ALIASES and func != SET_DATA
@@ -255,7 +255,7 @@ def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return all(_are_aligned(leaves, name) for leaves in used_together(name, args, kwargs))
 
 
-def _are_aligned(leaves: Sequence[Any], name: str) -> bool:
+def _are_aligned(leaves: Sequence[object], name: str) -> bool:
     """Whether each rank has the same elements of all tensors, or can take them from a plain one."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     first = next((tensor for tensor in tensors if isinstance(tensor, PartTensor)), None)
@@ -294,7 +294,7 @@ class _Gathered:
         """Take over what was changed."""
         fill(self.tensor.detach(), self.full.detach(), order_of(self.tensor))
 
-    def views_in(self, result: Any) -> Any:
+    def views_in(self, result: object) -> Any:
         """Let what shares memory with the full value write back."""
         storage = storage_id(self.full.untyped_storage())
 
@@ -322,7 +322,7 @@ class GatheredView(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def _on_full_values(func: Any, args: Any, kwargs: Any) -> Any:
+def _on_full_values(func: object, args: object, kwargs: object) -> Any:
     gathered: dict[int, _Gathered] = {}  # by argument
 
     def full(leaf: PartTensor) -> Tensor:
@@ -335,7 +335,7 @@ def _on_full_values(func: Any, args: Any, kwargs: Any) -> Any:
     return _written_back(func, args, kwargs, [*gathered.values(), *views])
 
 
-def _views_in(*arguments: Any) -> list[_Gathered]:
+def _views_in(*arguments: object) -> list[_Gathered]:
     return [vars(leaf)[_GATHERED] for leaf in tree_leaves(arguments) if isinstance(leaf, GatheredView)]
 
 

@@ -13,7 +13,7 @@ from lightning_3d.checkpoint.box import full_value
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import InterleavedShard, order_of
+from lightning_3d.sharding.placement import InterleavedShard, order_of
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 
 

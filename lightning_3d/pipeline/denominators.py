@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.sharding.rules.losses import weights_of_labels
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.trace import TracedCall
@@ -76,9 +77,7 @@ def _weights_of_labels(func: AnyCallable, args: Sequence[Any], kwargs: Mapping[s
     labels, weight = given.arguments["target"], given.arguments["weight"]
     if given.arguments["reduction"] != "mean" or isinstance(labels, Ghost) or labels.is_floating_point():
         return []
-    is_valid = labels != given.arguments["ignore_index"]
-    counted = is_valid if weight is None else weight[torch.where(is_valid, labels, 0)] * is_valid
-    return [counted.sum(dtype=torch.float64)]
+    return [weights_of_labels(labels, weight, given.arguments["ignore_index"]).double()]
 
 
 def read(denominators: Sequence[Sequence[Tensor]]) -> Tensor:

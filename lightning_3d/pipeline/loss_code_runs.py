@@ -24,6 +24,7 @@ from lightning_3d.pipeline.effects.effect import StepContext
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.glue_run import GlueRun, WholeGlueRun, undropped
 from lightning_3d.pipeline.loss import check_loss
+from lightning_3d.pipeline.loss_terms import LossTerms
 from lightning_3d.pipeline.microbatch_concat import Draws, received_concats
 from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
@@ -61,6 +62,7 @@ class WatchedTail(StageRun):
         """
         self.branches_on_data = False
         """Whether the loss is made after data was read, which may have decided how."""
+        self.terms = LossTerms(self._value)
 
     @override
     def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,7 +72,10 @@ class WatchedTail(StageRun):
             args = tuple(1.0 if type(leaf) in (int, float) and leaf == 0 else leaf for leaf in args)
         self.clamps_loss |= name in _BENDING and any(leaf.ndim == 0 and leaf.requires_grad for leaf in of_blocks)
         is_past_trace = self._expected is None and self._flow.trace.stopped_by is not None
+        terms = [] if kwargs else self.terms.before(name, args, of_blocks)
         answer = super().on_function(func, args, kwargs)
+        if terms:
+            self.terms.note(answer, terms)
         made = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)] if is_past_trace else []
         self.branches_on_data |= any(leaf.requires_grad for leaf in made)
         return answer
@@ -97,6 +102,8 @@ class LossCodeRun:
     """Gradients of what it got from blocks."""
     of_parameters: Sequence[Tensor | None]
     """Gradients of the parameters that this rank holds."""
+    of_terms: Sequence[tuple[float, Sequence[Tensor | None]]]
+    """Each term of the loss, if there are several: its factor, and the gradients of what it got from blocks."""
     clamps_loss: bool
     """As of a ``WatchedTail``."""
     branches_on_data: bool
@@ -145,7 +152,9 @@ class LossCodeRuns:
         trained = [tensor for tensor in received if tensor.requires_grad]
         parameters = [p for p in self._module.parameters() if p.requires_grad and not p.is_meta]
         loss = check_loss(output)
+        terms = run.terms.of(loss) if trained else []
         with torch.autocast(loss.device.type, enabled=False):  # as the backward after a step is
+            of_terms = [(term.factor, term.gradients(trained)) for term in terms if len(terms) > 1]
             gradients = torch.autograd.grad(loss, [*trained, *parameters], allow_unused=True)
         of_trained = iter(gradients)
         return LossCodeRun(
@@ -153,6 +162,7 @@ class LossCodeRuns:
             loss=loss.detach(),
             of_received=[next(of_trained) if tensor.requires_grad else None for tensor in received],
             of_parameters=list(of_trained),
+            of_terms=of_terms,
             clamps_loss=run.clamps_loss,
             branches_on_data=run.branches_on_data,
         )

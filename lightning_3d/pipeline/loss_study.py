@@ -129,8 +129,11 @@ class LossStudy:
             size: Samples in its smallest microbatch, of which there are two at least.
         """
         try:
-            with self._isolated(_halves(call, samples_of(call.batch, 0, 2 * size))):
-                return self._find(call, 2 * size)
+            with (
+                self._isolated(_halves(call, samples_of(call.batch, 0, 2 * size))),
+                self._traces.deciding(call, notes_values=False) as deciding,  # also past the end of its trace
+            ):
+                return self._find(deciding, 2 * size)
         except Exception as error:
             return LossFound(kind=LossKind.WHOLE, failure=f"{type(error).__name__}: {error}")
 
@@ -274,7 +277,7 @@ class LossStudy:
         run = self._runs.run(whole, merged, index=len(parts), draw=draws.repeat)
         is_autocast = torch.is_autocast_enabled(self._device.type)
         rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in merged))
-        weights = _weights(run, runs, concats, rtol)
+        weights = _weights(run, runs, concats, merged, rtol)
         is_smooth = all(gradient is None or bool(gradient.isfinite().all()) for gradient in run.of_received)
         is_finite = bool(run.loss.isfinite()) and (is_smooth or seed != _SIGNED)
         if is_finite:
@@ -338,7 +341,11 @@ def _kind(compared: Mapping[int, _Compared], denominators: Set[int]) -> LossKind
 
 
 def _weights(
-    whole: LossCodeRun, parts: Sequence[LossCodeRun], concats: Sequence[MicrobatchConcat], rtol: float
+    whole: LossCodeRun,
+    parts: Sequence[LossCodeRun],
+    concats: Sequence[MicrobatchConcat],
+    received: Sequence[Tensor],
+    rtol: float,
 ) -> list[float] | None:
     """The weights of the parts' losses in that of the whole; None if there are none."""
     columns = [concat.split(gradient) for concat, gradient in zip(concats, whole.of_received, strict=True)]
@@ -357,7 +364,29 @@ def _weights(
         merged = sum(weight * gradient for weight, gradient in own if gradient is not None)
         if expected is not None and not is_close(torch.as_tensor(merged), expected, rtol):
             return None
-    return weights
+    trained = [concat for concat, tensor in zip(concats, received, strict=True) if tensor.requires_grad]
+    return weights if _are_of_terms(weights, whole, parts, trained, rtol) else None
+
+
+def _are_of_terms(
+    weights: Sequence[float],
+    whole: LossCodeRun,
+    parts: Sequence[LossCodeRun],
+    concats: Sequence[MicrobatchConcat],
+    rtol: float,
+) -> bool:
+    """Whether each term of the loss has these weights by itself."""
+    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        if len(part.of_terms) != len(whole.of_terms):
+            return False
+        for (factor, of_whole), (own_factor, of_part) in zip(whole.of_terms, part.of_terms, strict=True):
+            split = [concat.split(gradient)[i] for concat, gradient in zip(concats, of_whole, strict=True)]
+            found = factor_of(split, of_part, rtol)
+            ratio = 1.0 if factor == own_factor or not own_factor else factor / own_factor
+            is_shown = found != 0.0 or any(gradient is not None and gradient.any() for gradient in of_part)
+            if found is None or (is_shown and not _are_close([found * ratio], [weight], rtol)):
+                return False
+    return True
 
 
 def _mixed(batch: Any, first: int, seed: int) -> Any:

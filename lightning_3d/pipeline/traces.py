@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -106,14 +107,25 @@ class Traces:
                 f"{call.name} was traced for {_MAX_CACHED} kinds of batches, and each further one takes a moment, too."
                 " Let batches have few shapes, and lists of numbers in them, such as ids, be tensors."
             )
-        with world_collectives_refused(), self._decisions[call.name].noted(self._numbers(call.rest)) as numbers:
-            rest = [numbers.get(_argument(i), value) for i, value in enumerate(call.rest)]
+        with world_collectives_refused(), self.deciding(call) as deciding:
             batch = copied_batch(call.batch)
             before = contents(batch)
-            trace = self._tracing(call.name, batch, rest)
+            trace = self._tracing(call.name, batch, deciding.rest)
         if contents(batch) != before:
             self._changing.add(call.kind)
         return trace
+
+    @contextmanager
+    def deciding(self, call: StepCall, *, notes_values: bool = True) -> Iterator[StepCall]:
+        """The call to make inside, whose decisions by numbers are noted: where one comes out otherwise, a call is of
+        another kind.
+
+        Args:
+            notes_values: As of ``Decisions.noted``.
+        """
+        with self._decisions[call.name].noted(self._numbers(call.rest), notes_values=notes_values) as numbers:
+            rest = [numbers.get(_argument(i), value) for i, value in enumerate(call.rest)]
+            yield replace(call, rest=rest)
 
     def _numbers(self, rest: Sequence[Any]) -> dict[str, int]:
         """The integers by which a step may decide."""

@@ -40,7 +40,7 @@ class Budget:
     _first: int | None = None
     _has_warned: bool = False
 
-    def look_at(self, batch: Any) -> None:
+    def look_at(self, batch: object) -> None:
         """Before a training step: warn once of a batch of this rank that is larger than the first."""
         num_bytes = bytes_of(batch)
         self._first = num_bytes if self._first is None else self._first

@@ -86,7 +86,7 @@ class StateMemory:
         ranks = {block.fqn: plan.ranks_of(block) for block in plan.blocks}
         return cls(shapes, plan.state_ranks, ranks, plan.tensors, config, plan.shape, num_states)
 
-    def of_ranks(self, microbatch: Any, device: torch.device) -> list[StaticMemory]:
+    def of_ranks(self, microbatch: object, device: torch.device) -> list[StaticMemory]:
         """The memory of each rank of the pp axis, on a device of this kind."""
         return [self.at({pp_rank}, microbatch, device) for pp_rank in range(self._shape.pp)]
 
@@ -132,8 +132,8 @@ class StateMemory:
         return [len(self._trained({rank})) for rank in range(self._shape.pp)]
 
     def _buffers(self, places: Set[int], whole: int) -> int:
-        """Buffers of collectives over the replicas."""
-        if self._shape.dp == 1:
+        """Buffers of collectives over the ranks that have the same weights."""
+        if self._shape.size("state") == 1:
             return 0
         if self._config.zero.stage < 3:
             size = self._config.zero.bucket_size
@@ -154,7 +154,7 @@ class StateMemory:
         return [(parameter, num) for parameter, num in self._present(places) if parameter.requires_grad]
 
 
-def bytes_of(batch: Any) -> int:
+def bytes_of(batch: object) -> int:
     """The tensors of a batch."""
     return sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
@@ -169,4 +169,4 @@ def least_held(module: nn.Module, config: ThreeDConfig, num_states: int, *, shap
     """Bytes of weights, gradients and optimizer states of a rank, where the model is cut into equal pieces."""
     state = StateMemory(StateShapes(module), {}, {}, {}, config, shape, num_states)
     held = state.at(frozenset(), None, torch.device("cpu"))
-    return (held.weights + held.gradients + held.optimizer_states) // (shape.pp * shape.tp)
+    return (held.weights + held.gradients + held.optimizer_states) // shape.model_size

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
@@ -14,6 +16,8 @@ from rich.table import Table
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
+from lightning_3d.distributed.axes import AXES
+from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import MemoryPlanError, ThreeDError
 
 _MOST_PLANNED = 16  # layouts that fit; planning one takes up to seconds
@@ -26,35 +30,32 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh, and what goes with them."""
+    """A mesh, and what goes with it."""
 
-    pp: int = 1
-    dp: int = 1
-    tp: int = 1
+    shape: MeshShape
     zero_stage: Literal[0, 1, 2, 3] = 1
     num_microbatches: int = 1
 
     def __str__(self) -> str:
-        sizes = {"pipeline": self.pp, "data": self.dp, "tensor": self.tp}
-        text = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-        microbatches = f", {self.num_microbatches} microbatches" if self.pp > 1 else ""
-        return f"{text}{f', ZeRO {self.zero_stage}' if self.dp > 1 else ''}{microbatches}"
+        microbatches = f", {self.num_microbatches} microbatches" if self.shape.pp > 1 else ""
+        zero = f", ZeRO {self.zero_stage}" if self.shape.size("state") > 1 else ""
+        return f"{self.shape.short_text}{zero}{microbatches}"
 
     @property
     def is_replicas(self) -> bool:
         """Whether every rank has the whole batch of a replica to itself, as with DDP or FSDP."""
-        return self.pp * self.tp == 1
+        return self.shape.size("replica") == 1
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.pp * self.dp * self.tp
+    def replicas(self) -> int:
+        """The number of ranks that draw samples of their own."""
+        return self.shape.size("samples")
 
     def takes_more_than(self, other: Layout) -> bool:
         """Whether a rank has no smaller part of the model and of a batch than in another layout, about."""
+        cut, also = self.shape.sizes, other.shape.sizes
         return (
-            self.pp <= other.pp
-            and self.tp <= other.tp
+            all(cut[axis.name] <= also[axis.name] for axis in AXES if axis.has_one_batch)
             and self.zero_stage <= other.zero_stage
             and self.num_microbatches <= other.num_microbatches
         )
@@ -62,7 +63,7 @@ class Layout:
     @property
     def idle(self) -> float:
         """The part of a step in which ranks wait for other stages, where all of these take the same time."""
-        return (self.pp - 1) / (self.num_microbatches + self.pp - 1)
+        return (self.shape.pp - 1) / (self.num_microbatches + self.shape.pp - 1)
 
     def of(self, config: ThreeDConfig) -> ThreeDConfig:
         """The settings with this layout.
@@ -70,15 +71,14 @@ class Layout:
         Raises:
             ConfigError: they do not go together.
         """
-        pipeline = replace(config.pipeline, num_microbatches=self.num_microbatches if self.pp > 1 else "auto")
+        pipeline = replace(config.pipeline, num_microbatches=self.num_microbatches if self.shape.pp > 1 else "auto")
+        sizes: dict[str, Any] = {**self.shape.settings}
         return replace(
             config,
             layout="given",
-            pipeline_parallel_size=self.pp,
-            data_parallel_size=self.dp,
-            tensor_parallel_size=self.tp,
             zero=replace(config.zero, stage=self.zero_stage),
             pipeline=pipeline,
+            **sizes,
         )
 
 
@@ -89,22 +89,30 @@ def candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_s
         num_samples: Of a replica's batch; 1 if it can't be split.
     """
     found = _candidates(config, world_size, ranks_per_node, num_samples)
-    return sorted(found, key=lambda each: (each.pp * each.tp, each.pp))
+    return sorted(found, key=lambda each: (each.shape.size("replica"), each.shape.pp))
 
 
 def _candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_samples: int) -> Iterator[Layout]:
+    for shape in _shapes(config, world_size):
+        if config.tensor_parallel_size == 1 and ranks_per_node % shape.tp:  # its groups would be across nodes
+            continue
+        stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 0, 3)
+        is_free = config.zero.stage == ZeroConfig().stage and shape.size("state") > 1
+        for stage in stages if is_free else [config.zero.stage]:
+            for number in _microbatches(config, shape.pp, num_samples):
+                yield Layout(shape=shape, zero_stage=stage, num_microbatches=number)
+
+
+def _shapes(config: ThreeDConfig, world_size: int) -> Iterator[MeshShape]:
+    """Meshes of so many ranks that keep the sizes that are set."""
+    of_batch = [axis for axis in AXES if axis.has_one_batch]
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    for pp in divisors if config.pipeline_parallel_size == 1 else [config.pipeline_parallel_size]:
-        for tp in divisors if config.tensor_parallel_size == 1 else [config.tensor_parallel_size]:
-            replica_size = pp * config.context_parallel_size * tp
-            dp = world_size // replica_size
-            within = config.tensor_parallel_size > 1 or ranks_per_node % tp == 0
-            if dp * replica_size != world_size or config.data_parallel_size not in ("auto", dp) or not within:
-                continue
-            stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 0, 3)
-            for stage in stages if config.zero.stage == ZeroConfig().stage and dp > 1 else [config.zero.stage]:
-                for number in _microbatches(config, pp, num_samples):
-                    yield Layout(pp=pp, dp=dp, tp=tp, zero_stage=stage, num_microbatches=number)
+    given = [getattr(config, axis.setting) for axis in of_batch]
+    free = [divisors if size == 1 and axis.is_built else [size] for axis, size in zip(of_batch, given, strict=True)]
+    for sizes in product(*free):
+        dp, rest = divmod(world_size, prod(sizes))
+        if rest == 0 and config.data_parallel_size in ("auto", dp):
+            yield MeshShape(dp=dp, **dict(zip([axis.name for axis in of_batch], sizes, strict=True)))
 
 
 def _microbatches(config: ThreeDConfig, pp: int, num_samples: int) -> list[int]:
@@ -159,12 +167,11 @@ class Choice:
     @property
     def yaml(self) -> str:
         """The settings that give this layout, for a file."""
-        layout = self.layout
-        lines = ["layout: given", f"data_parallel_size: {layout.dp}"]
-        lines += [f"pipeline_parallel_size: {layout.pp}"] if layout.pp > 1 else []
-        lines += [f"tensor_parallel_size: {layout.tp}"] if layout.tp > 1 else []
+        layout, sizes = self.layout, self.layout.shape.settings
+        lines = ["layout: given", f"data_parallel_size: {sizes.pop('data_parallel_size')}"]
+        lines += [f"{setting}: {size}" for setting, size in sizes.items() if size > 1]
         lines.append(f"zero: {{stage: {layout.zero_stage}}}")
-        lines += [f"pipeline: {{num_microbatches: {layout.num_microbatches}}}"] if layout.pp > 1 else []
+        lines += [f"pipeline: {{num_microbatches: {layout.num_microbatches}}}"] if layout.shape.pp > 1 else []
         lines += ["activations: {recompute: auto}"] if self.recomputes else []
         return "\n".join(lines)
 
@@ -190,7 +197,7 @@ class Choice:
             table.add_column(name, justify="right")
         table.add_column("")
         for layout in self.ranking[:_MOST_SHOWN]:
-            seen, samples = self.predicted[layout], self.num_samples * layout.dp
+            seen, samples = self.predicted[layout], self.num_samples * layout.replicas
             note = "chosen" if layout == self.layout else "recomputes" if seen.recomputes else ""
             times = (f"{1e3 * seen.seconds:,.1f} ms", f"{samples:,}", f"{1e3 * seen.seconds / samples:,.3f} ms")
             table.add_row(str(layout), *times, f"{seen.peak / 2**30:.2f} GiB", note)
@@ -201,11 +208,11 @@ class Choice:
 
 def ranked(predicted: Mapping[Layout, Prediction]) -> list[Layout]:
     """By the time of a sample; before all others the simplest of those that are as fast as the fastest, about."""
-    order = sorted(predicted, key=lambda each: predicted[each].seconds / each.dp)
+    order = sorted(predicted, key=lambda each: predicted[each].seconds / each.replicas)
     if not order:
         return []
-    most = (1 + _MARGIN) * predicted[order[0]].seconds / order[0].dp
-    equal = [each for each in predicted if predicted[each].seconds / each.dp <= most]  # the simplest first
+    most = (1 + _MARGIN) * predicted[order[0]].seconds / order[0].replicas
+    equal = [each for each in predicted if predicted[each].seconds / each.replicas <= most]  # the simplest first
     return [equal[0], *(each for each in order if each != equal[0])]
 
 
@@ -213,12 +220,12 @@ def _is_slower(layout: Layout, predicted: Mapping[Layout, Prediction]) -> bool:
     """Whether it can't be the fastest, even if its ranks shared evenly what a replica computes at least."""
     if not predicted:
         return False
-    fastest = min(seen.seconds / each.dp for each, seen in predicted.items())
+    fastest = min(seen.seconds / each.replicas for each, seen in predicted.items())
     least = min(
-        seen.computing * each.pp * each.tp * (_WITHOUT_AGAIN if seen.recomputes else 1)
+        seen.computing * each.shape.size("replica") * (_WITHOUT_AGAIN if seen.recomputes else 1)
         for each, seen in predicted.items()
     )
-    return least / layout.world_size / (1 - layout.idle) >= fastest
+    return least / layout.shape.world_size / (1 - layout.idle) >= fastest
 
 
 def search(
@@ -269,7 +276,9 @@ def search(
         if keeps_replicas:
             return chosen(first, "it fits, and a step has as many samples as with DDP; layout=planned compares all")
     stage = 1 if first is None else first.zero_stage
-    others = [each for each in layouts if not each.is_replicas and (each.dp == 1 or each.zero_stage in (stage, 3))]
+    others = [
+        each for each in layouts if not each.is_replicas and (each.replicas == 1 or each.zero_stage in (stage, 3))
+    ]
     most = len(predicted) + _MOST_PLANNED
     for layout in sorted(others, key=lambda each: (each.idle, each.zero_stage)):
         if replace(layout, zero_stage=stage) in predicted:

@@ -414,10 +414,11 @@ def _bytes_of_gradients(block: nn.Module, tensor: BlockTensorPlan | None) -> int
 
 def _waiting(gradients: int, config: ThreeDConfig, shape: MeshShape) -> int:
     """Bytes of a block's gradients between its backward and the end of that of all."""
-    if shape.dp == 1 or config.zero.stage == 0:
+    of_state = shape.size("state")
+    if of_state == 1 or config.zero.stage == 0:
         return gradients
     if config.zero.stage < 3:  # whole in buckets, what a collective gives, and the gradients that come of it
-        return gradients + 2 * gradients // shape.dp
+        return gradients + 2 * gradients // of_state
     # FSDP2 reduces those of a unit when its backward has run; with a pipeline after that of all microbatches.
     return gradients // num_sharing_of(config.zero, shape) if shape.pp == 1 else gradients
 

@@ -74,7 +74,7 @@ def _stage_seconds(plan: Plan, step: StepMemory, machine: Machine, stage: int) -
 
 def _reducing(plan: Plan, state: StateMemory, machine: Machine) -> float:
     """Seconds in which replicas reduce gradients, and gather what they share."""
-    links = machine.network(plan.shape.tp * plan.shape.dp)
+    links = machine.network(plan.shape.world_size // plan.shape.pp)
     number = len(plan.blocks) if plan.zero_stage == 3 else _num_buckets(max(state.weights))
     return sum(links[kind].seconds(num_bytes, number) for kind, num_bytes in sent_by_replicas(plan, state))
 

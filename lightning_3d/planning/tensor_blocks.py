@@ -16,7 +16,6 @@ from lightning_3d.planning.plan import BlockPlan, Plan
 from lightning_3d.planning.state_places import find_ties, used_by_glue
 from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replicated_plan, roles_by_hand
 from lightning_3d.tensor.plan.block_plan import Role
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_uneven
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyRoles, WeightRoles, find_vocabulary, with_vocabulary
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
@@ -70,22 +69,19 @@ def plan_blocks(
                 unused_outputs=leaves,
             )
             with long_wait(f"Planning {fqn}, block {number} of {len(blocks)}"):
-                best = _best(find, args, sequence_parallel=config.sequence_parallel and not use.fqns)
+                best = _best(find, sequence_parallel=config.sequence_parallel and not use.fqns)
             found[key] = with_vocabulary(best, use)
         check_roles(found[key], roles, fqn)
         planned[fqn] = found[key]
     return planned
 
 
-def _best(find: Callable[..., BlockTensorPlan], args: tuple[Any, ...], *, sequence_parallel: bool) -> BlockTensorPlan:
+def _best(find: Callable[..., BlockTensorPlan], *, sequence_parallel: bool) -> BlockTensorPlan:
     """A block's sharding, along its sequence too if that can be."""
     best = find(sequence_parallel=sequence_parallel)
     if sequence_parallel and not best.is_sharded:
         whole = find(sequence_parallel=False)
         return replace(whole, not_sequence_parallel=f"{best.reason} ({whole.summary})")
-    if sequence_parallel and is_uneven(args, best.size):
-        why = f"its sequence of {args[0].shape[SEQUENCE_DIM]} is not divisible by {best.size}"
-        return replace(best, not_sequence_parallel=why)
     return best
 
 
@@ -178,13 +174,13 @@ def _kind_of(fqn: str, block: nn.Module, excluded: Collection[nn.Parameter]) -> 
     return identity_of(fqn, block), is_shared
 
 
-def _described(inputs: Any) -> str:
+def _described(inputs: object) -> str:
     """Equal for calls that planning can't tell apart."""
     return repr(
         tree_map(lambda leaf: type(leaf) if is_opaque(leaf) and not isinstance(leaf, TensorMeta) else leaf, inputs)
     )
 
 
-def example_inputs(inputs: Any, form: Callable[[TensorMeta], Tensor] = TensorMeta.on_meta) -> Any:
+def example_inputs(inputs: object, form: Callable[[TensorMeta], Tensor] = TensorMeta.on_meta) -> Any:
     """Traced inputs of a block, with meta tensors, or those of another form, in place of ``TensorMeta``."""
     return tree_map_only(TensorMeta, form, inputs)

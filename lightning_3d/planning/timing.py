@@ -117,7 +117,7 @@ def sent_bytes(plan: Plan, state: StateMemory) -> dict[str, int]:
             for rank in range(plan.shape.pp)
         ]
         found["tp"] = num * max(of_ranks)
-    if plan.shape.dp > 1:
+    if plan.shape.size("state") > 1:
         found["dp"] = sum(int(num_bytes) for _, num_bytes in sent_by_replicas(plan, state))
     return found
 
@@ -130,7 +130,7 @@ def sent_by_replicas(plan: Plan, state: StateMemory) -> list[tuple[str, float]]:
         row = weights * (num_sharing - 1) / num_sharing
         found += [("reduce-scatter", row), ("all-gather", row)]
         found += [("all-gather", row)] * (plan.zero_stage == 3 and state.gathers_again)
-    groups = plan.shape.dp // num_sharing
+    groups = plan.shape.size("state") // num_sharing
     if groups > 1:  # of shards between the groups that share
         found.append(("all-reduce", 2 * weights / num_sharing * (groups - 1) / groups))
     return found

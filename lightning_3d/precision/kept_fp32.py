@@ -30,10 +30,10 @@ class KeptInFp32:
         autocast: The type of the device on which autocast is on outside, if it is.
     """
 
-    def __init__(self, forward: Callable[..., Any], returned: torch.dtype | None, autocast: str | None) -> None:
+    def __init__(self, forward: Callable[..., object], returned: torch.dtype | None, autocast: str | None) -> None:
         self._forward, self._returned, self._autocast = forward, returned, autocast
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run it."""
         args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
         with self._without_autocast():

@@ -205,7 +205,7 @@ class ThreeDPrecision(Precision):
         )
 
     @override
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: object) -> Any:
         return self._lightnings.convert_input(data)
 
     @override
@@ -272,7 +272,7 @@ class ThreeDPrecision(Precision):
         return result
 
     @override
-    def _wrap_closure(self, model: LightningModule, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+    def _wrap_closure(self, model: LightningModule, optimizer: Optimizer, closure: Callable[[], object]) -> Any:  # type: ignore[override]
         result = closure()
         if self._zero is not None and self._widens:
             self._zero.widen_gradients(p for group in optimizer.param_groups for p in group["params"])

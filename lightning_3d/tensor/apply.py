@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import running
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.placement import mark
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.placement import mark
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
 from lightning_3d.tensor.sharded_forward import ShardedForward, Slot
 from lightning_3d.torch_internals.tensors import contiguous_stride

@@ -16,10 +16,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Shard
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.collectives import bytes_sent, redistribute
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, chunked
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.autograd import is_checkpointing, is_in_backward, when_backward_ends
 from lightning_3d.torch_internals.capture import is_captured, recomputed_when_compiled
 from lightning_3d.torch_internals.tensors import storage_id
@@ -29,23 +29,23 @@ SEQUENCE_DIM = 1
 
 
 def cut_sequence(args: tuple[Any, ...], axis: Axis) -> tuple[tuple[Any, ...], torch.Size | None]:
-    """The arguments of a block with the first cut along its sequence, if it is (B, T, D) and the ranks divide T.
+    """The arguments of a block with the first cut along its sequence, if it is (B, T, D) and each rank gets some of T.
 
     Returns:
         The arguments, and the full shape of what is cut; None if nothing is.
     """
     first = args[0] if args else None
-    if not _is_sequence(first) or first.shape[SEQUENCE_DIM] % axis.size:
+    if not _is_sequence(first) or first.shape[SEQUENCE_DIM] < axis.size:
         return args, None
-    along = Shard(SEQUENCE_DIM)
-    own = collectives.cut(first, axis, along)
+    along = along_sequence(first.shape, axis)
+    own = redistribute(first, axis, REPLICATE, along)
     own = own if first.requires_grad else own.clone()  # so that nothing retains the rest of it
     return (ShardedTensor(own, axis, along), *args[1:]), first.shape
 
 
-def is_uneven(args: tuple[Any, ...], size: int) -> bool:
-    """Whether the arguments of a block have a sequence that so many ranks do not divide."""
-    return bool(args) and _is_sequence(args[0]) and args[0].shape[SEQUENCE_DIM] % size != 0
+def along_sequence(sequence: torch.Size, axis: Axis) -> Shard:
+    """How activations (B, T, D) lie along the sequence of a block's input of this shape."""
+    return chunked(SEQUENCE_DIM, sequence[SEQUENCE_DIM], axis.size)
 
 
 def _is_sequence(value: object) -> TypeGuard[Tensor]:
@@ -63,17 +63,18 @@ class GatheredSequence:
     Args:
         local: This rank's slice, (B, T / size, D).
         axis: The axis that the sequence is cut over.
+        along: How it is cut.
     """
 
-    def __init__(self, local: Tensor, axis: Axis) -> None:
+    def __init__(self, local: Tensor, axis: Axis, along: Shard) -> None:
         kind = local.device.type
         if torch.is_autocast_enabled(kind):  # as linear would with the whole; so less is sent, and linear keeps no copy
             local = local.to(torch.get_autocast_dtype(kind))
         self._is_captured = is_captured(local)
         with recomputed_when_compiled() if self._is_captured else nullcontext():
-            self.whole = collectives.gather_sequence(local, axis, SEQUENCE_DIM)
+            self.whole = redistribute(local, axis, along, REPLICATE_PARTIAL_GRAD, saves=False)
         """(B, T, D)."""
-        self._slice = _Slice(local.detach(), self.whole, axis)
+        self._slice = _Slice(local.detach(), self.whole, axis, along)
 
     def not_saved(self) -> AbstractContextManager[Any]:
         """Calls made inside keep the slice for their backward in place of the whole; under a checkpoint neither."""
@@ -89,8 +90,8 @@ class _Slice:
         local: This rank's slice.
     """
 
-    def __init__(self, local: Tensor, whole: Tensor, axis: Axis) -> None:
-        self._local, self._axis, self._whole = local, axis, weakref.ref(whole)
+    def __init__(self, local: Tensor, whole: Tensor, axis: Axis, along: Shard) -> None:
+        self._local, self._axis, self._along, self._whole = local, axis, along, weakref.ref(whole)
         self._storage = storage_id(whole.untyped_storage())
         self._again: Tensor | None = None
         self._num_saved = self._num_left = 0
@@ -105,7 +106,8 @@ class _Slice:
         self._num_saved += 1
         if not self._is_expected and whole.requires_grad:
             self._is_expected = True
-            self._axis.expect_backward(whole, "all-gather", whole)
+            num_bytes = bytes_sent(whole.shape, whole.itemsize, self._along, REPLICATE, self._axis.size)
+            self._axis.expect_backward(whole, "all-gather", num_bytes)
         return saved.shape
 
     def unpack(self, packed: Any) -> Tensor:
@@ -114,7 +116,7 @@ class _Slice:
             return packed
         again = self._again
         if again is None:
-            again = self._axis.all_gather(self._local, SEQUENCE_DIM)
+            again = self._axis.all_gather(self._local, self._along)
             if is_in_backward():
                 self._again, self._num_left = again, self._num_saved
                 when_backward_ends(self._forget)

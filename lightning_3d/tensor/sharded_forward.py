@@ -6,7 +6,6 @@ Activations that the block retains in attributes, as ``self.weights = weights``,
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -17,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import running
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import own_shard
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Sharded
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.placement import Sharded
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, shard_dim
+from lightning_3d.tensor.interpreter import TensorInterpreter
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.sequence import cut_sequence, is_uneven
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
+from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazily_gathered
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
@@ -35,11 +34,7 @@ from lightning_3d.torch_internals.tensors import count_as_parameter
 Slot = tuple[nn.Module, str, Sharded | None]
 """Where a parameter hangs: the module that owns it, its name there, and how it is sharded; None: replicated."""
 
-_UNEVEN = (
-    "Sequence parallelism is off in batches whose number of tokens is not divisible by {}: pad them to such a length."
-)
-
-Run = Callable[[Interpreter, tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[TensorInterpreter, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a forward on sharded tensors: the interpreter of this call, and its arguments."""
 
 
@@ -79,8 +74,6 @@ class ShardedForward:
     def on_shards(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same, by what takes and gives sharded tensors."""
         args, sequence = cut_sequence(args, self._axis) if self.plan.is_sequence_parallel else (args, None)
-        if self.plan.is_sequence_parallel and self._axis.rank == 0 and is_uneven(args, self._axis.size):
-            warnings.warn(_UNEVEN.format(self._axis.size), stacklevel=2)
         interpreter = self.interpreter(sequence)
         output = run(interpreter, args, kwargs)
         interpreter.make_buffers_whole(self.modules)
@@ -89,20 +82,20 @@ class ShardedForward:
         output = interpreter.gathered(output, self.plan.unused_outputs)
         return tree_map(_lazy_if_sharded, output) if self.plan.unused_outputs else output
 
-    def _run(self, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, interpreter: TensorInterpreter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.parameters(), self.modes(interpreter):
             return self._forward(*args, **kwargs)
 
-    def interpreter(self, sequence: torch.Size | None) -> Interpreter:
+    def interpreter(self, sequence: torch.Size | None) -> TensorInterpreter:
         """A new one, for one forward.
 
         Args:
             sequence: As for `Interpreter`.
         """
-        return Interpreter(self._axis, sequence, data_dependent_routing=self.plan.data_dependent_routing)
+        return TensorInterpreter(self._axis, sequence, data_dependent_routing=self.plan.data_dependent_routing)
 
     @contextmanager
-    def modes(self, interpreter: Interpreter) -> Iterator[None]:
+    def modes(self, interpreter: TensorInterpreter) -> Iterator[None]:
         """Let calls on sharded tensors inside be answered."""
         vocabulary = (
             VocabularyCalls(interpreter, self._vocabulary, gathers_logits=self.plan.gathers_logits)

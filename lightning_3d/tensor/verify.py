@@ -19,11 +19,11 @@ from lightning_3d.model.block_runner import Compiled, running
 from lightning_3d.model.pytrees import as_called
 from lightning_3d.model.reals import as_reals
 from lightning_3d.model.snapshot import preserved
+from lightning_3d.sharding.difference import Values, difference
+from lightning_3d.sharding.placement import interleaved_parameters
+from lightning_3d.sharding.proof_axis import ProofAxis, ProofFailed
 from lightning_3d.tensor.apply import apply_block
-from lightning_3d.tensor.difference import Values, difference
-from lightning_3d.tensor.placement import interleaved_parameters
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.proof_axis import ProofAxis, ProofFailed
 from lightning_3d.tensor.proof_inputs import SEED, distinct_tensors, in_fp32, is_continuous, proof_inputs
 
 

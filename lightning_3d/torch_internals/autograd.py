@@ -52,7 +52,7 @@ def recomputed_by(again: Callable[[Function], Function]) -> AbstractContextManag
     """
 
     def replace(present: Generator) -> Generator:
-        def generator(function: Function, *args: Any, **kwargs: Any) -> Iterator[None]:
+        def generator(function: Function, *args: object, **kwargs: object) -> Iterator[None]:
             yield from present(again(function), *args, **kwargs)
 
         return generator
@@ -74,11 +74,11 @@ def checkpoints_noted() -> Iterator[list[Function]]:
 
 
 @contextmanager
-def transforms_given(values: Callable[[Any], Any]) -> Iterator[None]:
+def transforms_given(values: Callable[[Any], object]) -> Iterator[None]:
     """Let transforms of ``torch.func`` that differentiate take ``values(argument)`` in place of each argument."""
     wrap = eager_transforms._wrap_tensor_for_grad
 
-    def wrapped(argument: Any, level: int) -> Any:
+    def wrapped(argument: object, level: int) -> Any:
         return wrap(values(argument), level)
 
     with replaced("transforms", eager_transforms, {wrap.__name__: wrapped}):

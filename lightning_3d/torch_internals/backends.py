@@ -15,7 +15,7 @@ from lightning_3d.torch_internals.patches import replaced
 
 
 def compile_graph(
-    graph: nn.Module, inputs: Sequence[Any], backend: str, mode: str, is_kept: IsKept | None = None
+    graph: nn.Module, inputs: Sequence[object], backend: str, mode: str, is_kept: IsKept | None = None
 ) -> Callable[..., Any]:
     """Compile a graph whose random numbers stay those of eager code, and whose backward may run several times.
 
@@ -32,10 +32,10 @@ def compile_graph(
     from torch._functorch._aot_autograd import graph_compile  # takes a second, as do those below
 
     # Else a backward writes into what it got from its forward, and refuses to run twice.
-    nothing_donated: dict[str, Any] = {"collect_bw_donated_buffer_idxs": lambda *args: []}
+    nothing_donated: dict[str, object] = {"collect_bw_donated_buffer_idxs": lambda *args: []}
     settings = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with replaced("donated buffers", graph_compile, nothing_donated), settings:
-        compiled: Callable[..., Any] = _backend(backend, mode, is_kept)(graph, list(inputs))
+        compiled: Callable[..., object] = _backend(backend, mode, is_kept)(graph, list(inputs))
     return compiled
 
 

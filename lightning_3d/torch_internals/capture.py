@@ -100,7 +100,7 @@ class _Refusing(OperatorMode):
     """
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":

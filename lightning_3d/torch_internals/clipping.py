@@ -32,7 +32,7 @@ def clipping_replaced(replace_norm: Callable[[TotalNorm], TotalNorm], scale: Sca
     """
     torchs, group = attrgetter(_NORM, _GROUP)(clip_grad)
 
-    def norm_of_torch(*args: Any, **kwargs: Any) -> Tensor:
+    def norm_of_torch(*args: object, **kwargs: object) -> Tensor:
         with replaced("clipping", clip_grad, {_GROUP: group}):
             norm: Tensor = torchs(*args, **kwargs)
             return norm

@@ -50,7 +50,7 @@ def custom_functions_seen(answer: Answer) -> Iterator[None]:
         _seen.pop()
 
 
-def _apply(cls: FunctionClass, *args: Any, **kwargs: Any) -> Any:
+def _apply(cls: FunctionClass, *args: object, **kwargs: object) -> Any:
     return super(_BASE, cls).apply(*args, **kwargs)
 
 
@@ -67,7 +67,7 @@ class _Now(local):
 
 
 @contextmanager
-def _seen_in_c(apply: Callable[..., Any]) -> Iterator[None]:
+def _seen_in_c(apply: Callable[..., object]) -> Iterator[None]:
     now, bind, call = _Now(), _MODULE._bind_default_args, _MODULE._call_custom_function_call
 
     def attribute(cls: FunctionClass, name: str) -> Any:
@@ -77,7 +77,7 @@ def _seen_in_c(apply: Callable[..., Any]) -> Iterator[None]:
                 return attribute  # any but that of the base class
         return type.__getattribute__(cls, name)
 
-    def bind_and_answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def bind_and_answer(function: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> Any:
         if now.cls is None:
             return bind(function, args, kwargs)
         cls, now.cls = now.cls, None
@@ -85,7 +85,7 @@ def _seen_in_c(apply: Callable[..., Any]) -> Iterator[None]:
         _grad_increment_nesting()
         return args, kwargs
 
-    def give(cls: FunctionClass, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def give(cls: FunctionClass, args: tuple[object, ...], kwargs: dict[str, object] | None) -> Any:
         if not now.answers:
             return call(cls, args, kwargs)
         _grad_decrement_nesting()

@@ -103,8 +103,8 @@ def around_data(around: Callable[[], AbstractContextManager[None]]) -> Iterator[
     """Let the hooks that set data up and make dataloaders, and all iteration over these, run inside of this."""
     calls = ((call, call._call_setup_hook), (_DataLoaderSource, _DataLoaderSource.dataloader), *_ITERATES)
 
-    def within(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+    def within(original: Callable[..., object]) -> Callable[..., Any]:
+        def run(*args: object) -> Any:
             with around():
                 return original(*args)
 
@@ -160,7 +160,7 @@ def training_loaders(trainer: Trainer) -> Sequence[Any]:
     return [] if combined is None else combined.flattened
 
 
-def keeps_place(loader: Any) -> bool:
+def keeps_place(loader: object) -> bool:
     """Whether Lightning saves and loads the state of this dataloader."""
     return isinstance(loader, _Stateful)
 
@@ -171,7 +171,7 @@ def read_again(fetcher: Fetcher, num: int) -> None:
     Raises:
         StopIteration: there are not so many.
     """
-    source: Iterator[Any] | None = fetcher.iterator if isinstance(fetcher, _DataLoaderIterDataFetcher) else fetcher
+    source: Iterator[object] | None = fetcher.iterator if isinstance(fetcher, _DataLoaderIterDataFetcher) else fetcher
     assert source is not None
     before = fetcher.fetched
     for _ in range(num):

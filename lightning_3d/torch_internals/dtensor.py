@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single, all_reduce, reduce_scatter_single
+from torch.distributed._functional_collectives import (
+    all_gather_single,
+    all_reduce,
+    all_to_all_single,
+    reduce_scatter_single,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -27,7 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only
 
-__all__ = ["all_gather_single", "all_reduce", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "all_reduce", "all_to_all_single", "reduce_scatter_single"]
 
 # torch 2.13 has no rule for what its anomaly mode looks for NaN with.
 register_sharding(torch.ops.aten._is_any_true.default)(lambda values: [([Replicate()], [Replicate()])])
@@ -88,7 +93,11 @@ class ShardingRules:
         self._dispatcher = DTensor._op_dispatcher
 
     def propagate(
-        self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], placement: Callable[[Tensor], Placement]
+        self,
+        op: OpOverload,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        placement: Callable[[Tensor], Placement],
     ) -> Propagation:
         """Ask for one op.
 
@@ -126,7 +135,7 @@ class ShardingRules:
         )
 
     @staticmethod
-    def _moves(args: Sequence[Any], given: Sequence[Any], wanted: Sequence[Any]) -> list[Move]:
+    def _moves(args: Sequence[object], given: Sequence[object], wanted: Sequence[object]) -> list[Move]:
         tensors = [leaf for leaf in tree_leaves(tuple(args)) if isinstance(leaf, Tensor)]
         sources, targets = _specs(given), _specs(wanted)
         assert len(tensors) == len(sources) == len(targets), "DTensor's rules dropped an argument"
@@ -138,7 +147,7 @@ _OF_ONE_DIM_MORE = frozenset({torch.ops.aten.unsqueeze, torch.ops.aten.select_ba
 """Ops whose ``dim`` is one of the result, which has a dim more than their tensor."""
 
 
-def _with_dims_from_0(op: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
+def _with_dims_from_0(op: OpOverload, args: Sequence[object]) -> tuple[Any, ...]:
     """The same arguments with dim 2 for dim -1: torch 2.13's rule of scans (``cumsum``) takes -1 for no dim at all."""
     if not args or not isinstance(args[0], Tensor) or op.overloadpacket in _OF_ONE_DIM_MORE:
         return tuple(args)
@@ -147,6 +156,6 @@ def _with_dims_from_0(op: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([arg % num_dims if known.name == "dim" and type(arg) is int else arg for known, arg in given])
 
 
-def _specs(schema: Sequence[Any]) -> list[Placement]:
+def _specs(schema: Sequence[object]) -> list[Placement]:
     leaves = tree_flatten(tuple(schema), is_leaf=lambda leaf: isinstance(leaf, DTensorSpec))[0]
     return [leaf.placements[0] for leaf in leaves if isinstance(leaf, DTensorSpec)]

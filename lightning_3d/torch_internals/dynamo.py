@@ -39,7 +39,7 @@ def compiled(function: Function, backend: Backend, *, dynamic: bool | None = Non
         NotFollowed: by what it returns, in place of running the function eagerly.
     """
 
-    def followed(*args: Any, **kwargs: Any) -> Any:
+    def followed(*args: object, **kwargs: object) -> Any:
         if not torch.compiler.is_compiling():
             raise NotFollowed
         return function(*args, **kwargs)

@@ -83,7 +83,7 @@ def let_be_copied(unit: FSDPModule) -> None:
     vars(unit)[_COPY] = MethodType(_copied, unit)
 
 
-def _copied(unit: nn.Module, memo: dict[int, Any]) -> Any:
+def _copied(unit: nn.Module, memo: dict[int, object]) -> Any:
     assert isinstance(unit, FSDPModule)
     unit.reshard()
     with without_units(unit):

@@ -18,7 +18,7 @@ Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 
 
 @contextmanager
-def calls_answered(functions: Iterable[Callable[..., Any]], answer: Answer) -> Iterator[None]:
+def calls_answered(functions: Iterable[Callable[..., object]], answer: Answer) -> Iterator[None]:
     """Show the calls of these functions inside to ``answer``; to the innermost one where several are active."""
     before = {function: function.__code__ for function in functions}
     try:
@@ -30,7 +30,9 @@ def calls_answered(functions: Iterable[Callable[..., Any]], answer: Answer) -> I
             function.__code__ = code
 
 
-def _answer(answer: Answer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _answer(
+    answer: Answer, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> Any:
     caller = str(sys._getframe(2).f_globals.get("__name__"))  # beyond the code that took the place of the function's
     return answer(caller, original, args, kwargs)
 
@@ -40,14 +42,14 @@ def _template(*args: Any, **kwargs: Any) -> Any:
     return call(args, kwargs)
 
 
-def _calling(call: Callable[..., Any], code: CodeType) -> CodeType:
+def _calling(call: Callable[..., object], code: CodeType) -> CodeType:
     """Code that hands its arguments to ``call``, for a function with the closure of ``code``."""
     template = _template.__code__
     constants = tuple(call if constant == "what is called" else constant for constant in template.co_consts)
     return template.replace(co_consts=constants, co_freevars=code.co_freevars, co_name=code.co_name)
 
 
-def _copy(function: Callable[..., Any]) -> FunctionType:
+def _copy(function: Callable[..., object]) -> FunctionType:
     name, defaults, closure = function.__name__, function.__defaults__, function.__closure__
     copy = FunctionType(function.__code__, function.__globals__, name, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__

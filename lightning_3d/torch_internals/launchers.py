@@ -71,7 +71,7 @@ class RunLauncher(_Launcher):
                 yield local_rank, process.returncode
 
     @contextmanager
-    def _noted(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _noted(self, function: Callable[..., object], *args: object, **kwargs: object) -> Iterator[None]:
         """Around a call of the function with these arguments."""
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments
         self.weights_only, self.ckpt_path = arguments.get("weights_only"), arguments.get("ckpt_path")
@@ -104,7 +104,9 @@ class ScriptLauncher(RunLauncher, _SubprocessScriptLauncher):
         return self.num_processes == self.num_nodes == 1  # nothing is started
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., object], *args: object, trainer: Trainer | None = None, **kwargs: object
+    ) -> Any:
         with self._noted(function, *args, **kwargs):
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
             if not (self.cluster_environment.creates_processes_externally or self.is_interactive_compatible):
@@ -145,7 +147,9 @@ class ForkLauncher(RunLauncher, _MultiProcessingLauncher):
         self._fail, self._full_weights = fail, full_weights
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., object], *args: object, trainer: Trainer | None = None, **kwargs: object
+    ) -> Any:
         def run() -> Any:
             torch.set_num_threads(1)  # the threads of OpenMP, if this process has had any, are not forked
             with self._noted(function, *args, **kwargs):
@@ -160,7 +164,7 @@ class ForkLauncher(RunLauncher, _MultiProcessingLauncher):
         return super().launch(run, trainer=trainer)
 
     @override
-    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+    def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> Any:
         with self._full_weights():
             return super()._collect_rank_zero_results(trainer, results)
 

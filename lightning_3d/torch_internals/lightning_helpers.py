@@ -199,7 +199,7 @@ class Loaders:
     """Whether the loop takes batches of one after the other; else each batch has one of each."""
     _spec: Any
 
-    def structured(self, batches: Sequence[Any]) -> Any:
+    def structured(self, batches: Sequence[object]) -> Any:
         """Batches of the loaders in the containers that the loaders came in."""
         return tree_unflatten(list(batches), self._spec)
 
@@ -237,7 +237,7 @@ def forget_loaders(trainer: Trainer) -> None:
     loop._combined_loader = loop._data_fetcher = loop.epoch_loop.val_loop._combined_loader = None
 
 
-def change_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> None:
+def change_loaders(trainer: Trainer, change: Callable[[Any], object]) -> None:
     """Let the loop that is about to run take others in place of its dataloaders, which it has made."""
     loop = trainer._active_loop
     assert loop is not None
@@ -259,12 +259,12 @@ def load_loader_states(trainer: Trainer) -> None:
         iter(loop._data_fetcher)  # the iterators were made, too
 
 
-def fetches_itself(step: Callable[..., Any]) -> bool:
+def fetches_itself(step: Callable[..., object]) -> bool:
     """Whether a step takes the iterator over the dataloader in place of a batch."""
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
-def further_arguments(trainer: Trainer, step: Callable[..., Any]) -> tuple[int, ...]:
+def further_arguments(trainer: Trainer, step: Callable[..., object]) -> tuple[int, ...]:
     """The arguments after the batch in the first call of a step that a loop makes."""
     index = (0,) if takes_batch_index(step) else ()
     loaders = active_loaders(trainer)
@@ -272,7 +272,7 @@ def further_arguments(trainer: Trainer, step: Callable[..., Any]) -> tuple[int, 
     return (*index, 0) if tells_loader and loaders is not None and loaders.is_sequential else index
 
 
-def takes_batch_index(step: Callable[..., Any]) -> bool:
+def takes_batch_index(step: Callable[..., object]) -> bool:
     """Whether a loop calls a step with the number of the batch."""
     return bool(is_param_in_hook_signature(step, "batch_idx", min_args=2))
 
@@ -288,7 +288,7 @@ def set_up_validation(trainer: Trainer) -> None:
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
 
 
-def before_transfer(module: LightningModule, batch: Any) -> Any:
+def before_transfer(module: LightningModule, batch: object) -> Any:
     """A batch as the user's ``on_before_batch_transfer`` leaves it."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
@@ -299,7 +299,7 @@ FIXED_NAMES = frozenset({"_defaults", "_persistent", "_reductions", "process_gro
 
 def start_anew(metric: Metric) -> None:
     """Give a metric states of their own, as before its first update; those that it has stay as they are."""
-    fresh: dict[str, Any] = {
+    fresh: dict[str, object] = {
         name: default.detach().clone() if isinstance(default, Tensor) else []
         for name, default in metric._defaults.items()
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Patch(NamedTuple):
@@ -107,7 +107,7 @@ OF_OBJECTS: Mapping[str, Patch] = {
 
 
 @contextmanager
-def replaced(patch: str, owner: object, new: Mapping[str, Any]) -> Iterator[None]:
+def replaced(patch: str, owner: object, new: Mapping[str, object]) -> Iterator[None]:
     """Let an object, class or module have other attributes inside, its own or in place of inherited ones.
 
     Args:

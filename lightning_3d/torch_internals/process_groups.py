@@ -62,7 +62,7 @@ class _OneThread(ProcessGroupGloo):
         further: What torch passes since 2.14, by the names that options have for it.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **further: Any) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **further: object) -> None:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stub, as its attributes

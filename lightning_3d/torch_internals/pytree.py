@@ -29,7 +29,7 @@ __all__ = [
 _OURS = "lightning_3d:"
 
 
-def register_dataclass(cls: type[Any]) -> None:
+def register_dataclass(cls: type[object]) -> None:
     """Let a dataclass, or another plain class, be a container whose attributes are its children, but for None.
 
     It is put together again without a call of its ``__init__`` and ``__post_init__``, which may need more than its
@@ -41,17 +41,17 @@ def register_dataclass(cls: type[Any]) -> None:
         return
     declared = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
-    def flatten(value: Any) -> tuple[list[Any], tuple[list[str], list[str]]]:
+    def flatten(value: object) -> tuple[list[Any], tuple[list[str], list[str]]]:
         own = {name: getattr(value, name) for name in declared if hasattr(value, name)}
         own.update(getattr(value, "__dict__", {}))
         children = {name: child for name, child in own.items() if child is not None}
         return [*children.values()], ([*children], [name for name in own if name not in children])
 
-    def flatten_with_keys(value: Any) -> tuple[list[tuple[_pytree.KeyEntry, Any]], tuple[list[str], list[str]]]:
+    def flatten_with_keys(value: object) -> tuple[list[tuple[_pytree.KeyEntry, Any]], tuple[list[str], list[str]]]:
         children, names = flatten(value)
         return [(_pytree.GetAttrKey(name), child) for name, child in zip(names[0], children, strict=True)], names
 
-    def unflatten(children: Iterable[Any], names: tuple[list[str], list[str]]) -> Any:
+    def unflatten(children: Iterable[object], names: tuple[list[str], list[str]]) -> Any:
         value = object.__new__(cls)
         for name in names[1]:
             object.__setattr__(value, name, None)
@@ -70,7 +70,7 @@ def registered_dataclasses() -> list[type[Any]]:
     return [cls for name, cls in types.items() if name.startswith(_OURS)]
 
 
-def forget_dataclasses(classes: Iterable[type[Any]]) -> None:
+def forget_dataclasses(classes: Iterable[type[object]]) -> None:
     """Let dataclasses be leaves again."""
     for cls in classes:
         _pytree._deregister_pytree_node(cls)

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_3d.errors import TraceError
 
 
-def _subclass(cls: type[nn.Module], members: Mapping[str, Any]) -> type[nn.Module]:
+def _subclass(cls: type[nn.Module], members: Mapping[str, object]) -> type[nn.Module]:
     """A class that looks like ``cls`` from outside."""
     looks = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     found = type(cls.__name__, (nn.Module,), {**looks, **members})
@@ -70,7 +70,7 @@ class _Guard:
             return vars(module)[self._name]
         return getattr(super(type(module), module), self._name)  # an attribute of the class
 
-    def __set__(self, module: nn.Module, value: Any) -> None:
+    def __set__(self, module: nn.Module, value: object) -> None:
         vars(module)[self._name] = value
 
     def __delete__(self, module: nn.Module) -> None:

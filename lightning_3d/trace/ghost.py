@@ -100,7 +100,7 @@ class Ghost(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
-        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Callable[..., object], types: Sequence[type], args: tuple[object, ...] = (), kwargs: object = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # nn.Parameter and .data make one
             return args[0]

@@ -93,7 +93,9 @@ class StepMode(TorchFunctionMode):
         """Answer a torch function called in glue."""
 
     @abstractmethod
-    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(
+        self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """Answer the call of a block; ``call`` runs the block itself."""
 
     def __torch_function__(self, func: AnyCallable, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -110,10 +112,12 @@ class StepMode(TorchFunctionMode):
         """Whether the present code is glue rather than a block or a torch function."""
         return self._router.step is self and not self._is_answering
 
-    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(
+        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """Answer a custom autograd function called in glue."""
 
-        def named(*args: Any, **kwargs: Any) -> Any:
+        def named(*args: object, **kwargs: object) -> Any:
             return call(*args, **kwargs)
 
         named.__name__ = name
@@ -149,7 +153,7 @@ class StepMode(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._router.step = None
         self._hidden.close()
         super().__exit__(*exc)  # type: ignore[no-untyped-call]  # torch 2.13
@@ -180,7 +184,9 @@ class SeesCheckpoints(Protocol):
     def checkpointed(self) -> AbstractContextManager[None]:
         """Run what ``torch.utils.checkpoint`` was called with."""
 
-    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(
+        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """Answer a custom autograd function."""
 
 
@@ -202,7 +208,7 @@ def hidden_calls_seen(step: SeesCheckpoints) -> Iterator[None]:
         return step.on_hidden_function(cls.__name__, call, args, kwargs)
 
     def replace(present: AnyCallable) -> AnyCallable:
-        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        def generator(*args: object, **kwargs: object) -> Iterator[None]:
             if not step.is_in_glue():
                 yield from present(*args, **kwargs)
             else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +70,7 @@ def _needs_data(error: Exception, failed_call: str) -> bool:
     return failed_call.partition(" ")[0] in ("tolist", "numpy", "__format__", "__array__", "__contains__")
 
 
-def check_constant(value: Any, name: str, where: str) -> None:
+def check_constant(value: object, name: str, where: str) -> None:
     """Raise for an output of a block in which pytrees don't find the tensors."""
     if isinstance(value, Tensor) or not holds_tensors(list(getattr(value, "__dict__", {}).values())):
         return
@@ -82,7 +81,7 @@ def check_constant(value: Any, name: str, where: str) -> None:
     )
 
 
-def check_arguments(leaves: Sequence[Any], name: str) -> None:
+def check_arguments(leaves: Sequence[object], name: str) -> None:
     """Raise for an argument of a block in which pytrees don't find tensors of other blocks."""
     for leaf in leaves:
         if is_opaque(leaf) and any(isinstance(member, Ghost) for member in tree_leaves(list(vars(leaf).values()))):
@@ -93,7 +92,7 @@ def check_arguments(leaves: Sequence[Any], name: str) -> None:
             )
 
 
-def check_layout(leaf: Any, name: str) -> None:
+def check_layout(leaf: object, name: str) -> None:
     """Raise for a jagged tensor, which nothing can stand for: its lengths are data."""
     if isinstance(leaf, Tensor) and leaf.is_nested:
         raise TraceError(

@@ -65,7 +65,7 @@ class Noted:
 
 
 def run_and_pack(
-    block: nn.Module, kept: frozenset[HookCall], arguments: Any, call: Callable[..., Any]
+    block: nn.Module, kept: frozenset[HookCall], arguments: object, call: Callable[..., object]
 ) -> tuple[Any, SideOutputs]:
     """Run a block and collect all that it gives.
 
@@ -183,9 +183,9 @@ def _note_into(
     noted: list[Noted],
     call: HookCall,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    output: object,
 ) -> None:
     noted.append(Noted(call=call, values=(args, kwargs, output)))
 
@@ -207,7 +207,7 @@ def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> Any:
     return _call_of(module, user_hooks(module)[call.hook])(module, *values)
 
 
-def call_own_hooks(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def call_own_hooks(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> Any:
     """Call the user's forward hooks on the block itself; returns the output that they leave."""
     for key in user_hooks(block):
         changed = _call_of(block, key)(block, args, kwargs, output)
@@ -220,12 +220,12 @@ def _call_of(module: nn.Module, key: int) -> Hook:
 
 
 def _call_hook(
-    hook: Callable[..., Any],
+    hook: Callable[..., object],
     with_kwargs: bool,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    output: object,
 ) -> Any:
     return hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
@@ -303,7 +303,7 @@ def get_attribute(block: nn.Module, name: str) -> Any:
     return vars(block.get_submodule(path))[attribute]
 
 
-def set_attribute(block: nn.Module, name: str, value: Any) -> None:
+def set_attribute(block: nn.Module, name: str, value: object) -> None:
     """Set an attribute by its name from ``attributes_of``."""
     path, _, attribute = name.rpartition(".")
     vars(block.get_submodule(path))[attribute] = value

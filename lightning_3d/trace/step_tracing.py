@@ -29,7 +29,7 @@ class TracedEffects(Protocol):
     def undone(self) -> AbstractContextManager[None]:
         """Trace inside; what the step changes in its module is put back."""
 
-    def returned(self, name: str, step: Callable[[], Any]) -> Any:
+    def returned(self, name: str, step: Callable[[], object]) -> Any:
         """Run the step method ``name``; returns its output and what it logs or keeps, which count as outputs too."""
 
 
@@ -40,7 +40,13 @@ class StepTracing:
         self._module, self._router, self._effects, self._device = module, router, effects, device
 
     def __call__(
-        self, name: str, microbatch: Any, rest: Sequence[Any], *, with_data: bool = False, notes_storages: bool = False
+        self,
+        name: str,
+        microbatch: object,
+        rest: Sequence[object],
+        *,
+        with_data: bool = False,
+        notes_storages: bool = False,
     ) -> Trace:
         """Trace ``module.<name>(microbatch, *rest)``; the others as for ``trace_step``."""
 

@@ -70,7 +70,7 @@ class StorageNotes:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             yield saved
 
-    def add_call(self, saved: set[int], inputs: Iterable[Any], outputs: Iterable[Any]) -> None:
+    def add_call(self, saved: set[int], inputs: Iterable[object], outputs: Iterable[object]) -> None:
         """Note a call that has run.
 
         Args:
@@ -92,7 +92,7 @@ class StorageNotes:
         """All that was noted."""
         return StepStorages(sizes=tuple(self._sizes), of_calls=tuple(self._calls), of_tensors=dict(self._tensors))
 
-    def _numbers_of(self, leaves: Iterable[Any]) -> frozenset[int]:
+    def _numbers_of(self, leaves: Iterable[object]) -> frozenset[int]:
         return frozenset(number for leaf in leaves if (number := self._number(leaf)) is not None)
 
     def _number(self, leaf: Any) -> int | None:

@@ -63,14 +63,14 @@ class TracedCall:
         new = tuple(result.tensor for result in self.results if result.tensor is not None)
         return (*new, *self.mutated.values(), *self.aliased.values())
 
-    def answer(self, arguments: Sequence[Any], make: Callable[[int, Result], Any]) -> list[Any]:
+    def answer(self, arguments: Sequence[object], make: Callable[[int, Result], object]) -> list[Any]:
         """The flat results of the call.
 
         Args:
             arguments: Its flat arguments, some of which may be results.
             make: Makes a new tensor or a constant, given its position.
         """
-        leaves: list[Any] = []
+        leaves: list[object] = []
         for position, result in enumerate(self.results):
             if result.argument is not None:
                 leaves.append(arguments[result.argument])

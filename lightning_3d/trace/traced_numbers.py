@@ -56,12 +56,12 @@ class TracedInt(int):
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
 
-    def _decided(self, name: str, *others: Any) -> Any:
+    def _decided(self, name: str, *others: object) -> Any:
         expression: Expression = (name, (self.expression, *map(_operand, others)))
         self.decisions.note(expression)
         return _OPERATIONS[name](int.__int__(self), *map(_plain, others))
 
-    def _computed(self, name: str, *others: Any, reflected: bool = False) -> Any:
+    def _computed(self, name: str, *others: object, reflected: bool = False) -> Any:
         operands = [self, *others]
         if not all(isinstance(other, int | float) for other in others):
             return NotImplemented
@@ -78,7 +78,7 @@ def _set_operators() -> None:
         return lambda self, *others: self._computed(name, *others, reflected=reflected)
 
     def comparing(name: str) -> Callable[..., Any]:
-        def compare(self: TracedInt, other: Any) -> Any:
+        def compare(self: TracedInt, other: object) -> Any:
             return self._decided(name, other) if isinstance(other, int | float) else NotImplemented
 
         return compare
@@ -95,7 +95,7 @@ _set_operators()
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {**_ARITHMETIC, **_COMPARISONS, **_VALUES}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return int.__int__(value) if isinstance(value, TracedInt) else value
 
 
@@ -108,10 +108,11 @@ class Decisions:
 
     def __init__(self) -> None:
         self._noted: dict[Expression, None] = {}
+        self._notes_values = True
 
     def note(self, expression: Expression) -> None:
         """Note a decision; the newest of too many are left out."""
-        if len(self._noted) < _MAX_DECISIONS:
+        if len(self._noted) < _MAX_DECISIONS and (self._notes_values or expression[0] != "int"):
             self._noted[expression] = None
 
     def outcomes(self, values: Mapping[str, int]) -> tuple[Any, ...]:
@@ -125,10 +126,16 @@ class Decisions:
         return number
 
     @contextmanager
-    def noted(self, values: Mapping[str, int]) -> Iterator[Mapping[str, TracedInt]]:
-        """Let modules and Trainers give numbers inside that note decisions; also given, by name."""
+    def noted(self, values: Mapping[str, int], *, notes_values: bool = True) -> Iterator[Mapping[str, TracedInt]]:
+        """Let modules and Trainers give numbers inside that note decisions; also given, by name.
+
+        Args:
+            notes_values: Whether a number that leaves as a plain one, as to a logger, counts as a decision.
+        """
         traced = {name: self.traced(value, (name,)) for name, value in values.items()}
+        before, self._notes_values = self._notes_values, notes_values
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_notes_values", before)
             for owner in (LightningModule, Trainer):
                 numbers = {name: property(lambda _, name=name: traced[name]) for name in OF_TRAINER}  # type: ignore[misc]
                 stack.enter_context(replaced("numbers", owner, numbers))

@@ -52,7 +52,7 @@ from lightning_3d.trace.trace import Result, Trace, TracedCall
 
 
 def trace_step(
-    step: Callable[[], Any],
+    step: Callable[[], object],
     module: nn.Module,
     router: Router,
     device: torch.device,
@@ -130,7 +130,7 @@ class _Tracer(StepMode):
                 self._sources[tensor] = frozenset({name})
         self._storages = StorageNotes(self._state.values()) if notes_storages else None
 
-    def trace(self, step: Callable[[], Any], *, calls_all: bool) -> Trace:
+    def trace(self, step: Callable[[], object], *, calls_all: bool) -> Trace:
         """Run ``step`` and give what was written down."""
         output, stopped_by, alive = None, None, set[int]()
         try:
@@ -200,24 +200,28 @@ class _Tracer(StepMode):
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
 
     @override
-    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(
+        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         if self._fakes.fake_mode is not None:
             self._check_calls_no_blocks(name, args)
         return super().on_hidden_function(name, call, args, kwargs)
 
-    def _note_change(self, name: str, parameter: Any) -> None:
+    def _note_change(self, name: str, parameter: object) -> None:
         """A parameter is changed in place, by others perhaps, which microbatches would do several times."""
         names = ", ".join(sorted(self._sources.get(parameter, ())))
         self._counts_once = f"{name} (called at {user_frame()}) changes {names} in place, which a batch does once"
 
-    def _check_calls_no_blocks(self, name: str, args: tuple[Any, ...]) -> None:
+    def _check_calls_no_blocks(self, name: str, args: tuple[object, ...]) -> None:
         """Raise for a custom autograd function that gets blocks, which it would call unseen."""
         inner = {module for leaf in args if isinstance(leaf, nn.Module) for module in leaf.modules()}
         fqns = [fqn for fqn, block in self._router.blocks.items() if block in inner]
         if fqns:
             raise calls_blocks_unseen(name, fqns)
 
-    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(
+        self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         fqn, block = runner.fqn, runner.block
         if are_transforms_active():
             raise transformed(fqn)
@@ -233,7 +237,7 @@ class _Tracer(StepMode):
         known = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._is_known(leaf)}
         side: list[SideOutputs] = []
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: object) -> Any:
             packed, outputs = self._blocks.run(fqn, block, arguments, known)
             side.append(outputs)
             return packed
@@ -248,7 +252,7 @@ class _Tracer(StepMode):
                 raise _HookChangesOutput(fqn, hook)
         return call_own_hooks(block, args, kwargs, output)
 
-    def _present_values(self, tree: Any) -> list[int | None]:
+    def _present_values(self, tree: object) -> list[int | None]:
         return [self._ids.get(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
     def _described(self, tensor: Tensor) -> TensorMeta:
@@ -349,9 +353,9 @@ class _Tracer(StepMode):
 
     def _answers(
         self,
-        outputs: Sequence[Any],
-        fakes: Sequence[Any],
-        leaves: Sequence[Any],
+        outputs: Sequence[object],
+        fakes: Sequence[object],
+        leaves: Sequence[object],
         sources: frozenset[str] | None,
     ) -> tuple[list[Result], list[Any]]:
         """Describe the outputs of a call, and make what its caller gets: ghosts, its own arguments, or constants.
@@ -362,7 +366,7 @@ class _Tracer(StepMode):
             sources: FQNs of the parameters behind a call that is not recorded.
         """
         results: list[Result] = []
-        answer: list[Any] = []
+        answer: list[object] = []
         arguments, earlier = tensor_positions(fakes), dict[int, int]()
         for position, output in enumerate(outputs):
             if not isinstance(output, Tensor):

@@ -20,7 +20,9 @@ def world_collectives_refused() -> AbstractContextManager[None]:
     """Raise inside for those that this thread calls."""
     thread = threading.get_ident()
 
-    def refuse(caller: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def refuse(
+        caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         if threading.get_ident() == thread and is_users(caller):
             raise TraceError(
                 f"torch.distributed.{original.__name__} was called in a step (at {user_frame()}),"

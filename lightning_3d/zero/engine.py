@@ -28,7 +28,7 @@ class RankModule(nn.Module):
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         """Steps run inside of it."""
 
-    def forward(self, run: Callable[..., Any], *received: torch.Tensor) -> Any:
+    def forward(self, run: Callable[..., object], *received: torch.Tensor) -> Any:
         """Call ``run(*received)``; the tensors received from another pipeline stage pass through the root's hooks."""
         with self.around():
             return run(*received)

@@ -47,7 +47,7 @@ class PendingParameter(nn.Parameter):
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
         self.wait()
         return copy.deepcopy(self, memo)
 

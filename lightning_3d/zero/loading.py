@@ -40,7 +40,7 @@ def loading_states(
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             swapped.append(Swapped(optimizer, {parameter: stand_in(parameter) for parameter in parameters}))
 
-    def after(*_: Any) -> None:
+    def after(*_: object) -> None:
         swapped.pop().back()
         loaded(optimizer)
 

@@ -145,7 +145,7 @@ class LocalSteps:
             return (*args[: len(args) - len(rest)], run, *rest[1:]), kwargs
         return args, {**kwargs, "closure": run}
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self._depth[optimizer] -= 1
         if self._depth[optimizer] > 0:
             return

@@ -101,7 +101,7 @@ def _cases(optimizer: Optimizer) -> list[tuple[dict[str, Any], int]]:
     return list(cases.values())
 
 
-def _kind(optimizer: Optimizer, group: dict[str, Any], dim: int, device: torch.device) -> OptimizerKind:
+def _kind(optimizer: Optimizer, group: dict[str, object], dim: int, device: torch.device) -> OptimizerKind:
     for dtype in _TOLERANCES:
         first, second = (_problem(dim, dtype, device) for _ in range(2))
         try:
@@ -154,7 +154,7 @@ class _Trial:
     num_states: int
 
 
-def _try(optimizer: Optimizer, settings: dict[str, Any], groups: Sequence[Sequence[_Problem]]) -> _Trial:
+def _try(optimizer: Optimizer, settings: dict[str, object], groups: Sequence[Sequence[_Problem]]) -> _Trial:
     """Step a copy of an optimizer with other parameters, in groups of the same settings."""
     parameters = [[nn.Parameter(_new(values)) for values, _ in group] for group in groups]
     copied = _copied(optimizer)

@@ -11,7 +11,7 @@ meet shards. So each sharded parameter is marked: what a step computes with it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from lightning_3d.torch_internals.autograd import is_in_backward
+from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
@@ -68,6 +69,14 @@ def unsharded(leaf: Any) -> Any:
     return leaf if whole is None else whole.reads.full(leaf)
 
 
+def _on_full_values(
+    cls: type[torch.autograd.Function], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Apply a custom autograd function, such as a reentrant checkpoint; its arguments are not told of it."""
+    is_of_shards = cls.__module__.startswith(("lightning_3d.", "torch.distributed."))
+    return call(*(args if is_of_shards else map(unsharded, args)), **kwargs)
+
+
 def _whole_of(parameter: DTensor) -> ShardedParam:
     whole: ShardedParam = vars(parameter)[_WHOLE]
     return whole
@@ -102,7 +111,8 @@ class OutsideReads:
         """Run a step inside."""
         self._num_steps += 1
         try:
-            yield
+            with custom_functions_seen(_on_full_values):
+                yield
         finally:
             self._num_steps -= 1
             if not self.keeps:
@@ -121,7 +131,7 @@ class OutsideReads:
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP2's own hooks in what a user compiled
-    def read_arguments(self, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+    def read_arguments(self, unit: nn.Module, args: object, kwargs: object) -> Any:
         """A hook before the forward of a unit, and before FSDP2's: parameters among its arguments are read."""
         leaves, spec = tree_flatten((args, kwargs))
         if not any(map(whole_of, leaves)):

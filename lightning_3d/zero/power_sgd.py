@@ -37,7 +37,7 @@ class PowerSGD:
             flat: All of them, of shape (n,).
             gradients: Its parts, none of them 0-d.
         """
-        bucket: Any = _Bucket(flat=flat, parts=tuple(gradients))
+        bucket: object = _Bucket(flat=flat, parts=tuple(gradients))
         flat.copy_(powerSGD_hook(self._state, bucket).wait())
         for directions in self._state.q_memory_dict.values():
             self._wake(directions)

@@ -22,8 +22,6 @@ _GATHERED = (
     "a linear layer on data gathers its input again in the backward, with sequence parallel, which is in no plan"
 )
 
-_RECOMPUTED = "what a checkpoint inside of a block gathers again, with sequence parallel, is in no plan"
-
 _LATE = (
     "at ZeRO stage 3, gradients of blocks before one that takes gradients in its forward come after on_after_backward"
 )
@@ -37,7 +35,6 @@ KNOWN = {
     "loss-*.pp*.adamw.*": _DECAYS,
     "odd-gpt.*zero3.*.hooks": _LATE,
     "linear-on-data.tp*.sequence*": _GATHERED,
-    "odd-gpt.tp*.sequence*": _RECOMPUTED,
     "ties.pp*.inline.calls": _READ_BETWEEN,
 }
 """Defects that the judge has found and that are not mended yet: names of cases -> what is wrong."""

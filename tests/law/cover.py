@@ -156,7 +156,7 @@ PINNED = (
     Case("odd-parameters", "dp4-zero1", "hybrid"),
     *(Case("odd-blocks", layout, "recomputed") for layout in ("tp2", "dp2-zero3")),
     Case("odd-gpt", "pp2-tp2", "selective"),
-    Case("linear-on-data", "tp2", "sequence"),
+    *(Case(model, "tp2", "sequence") for model in ("linear-on-data", "odd-gpt")),  # what is gathered again
     Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
     Case("drops", "tp2", "sequence"),  # what is drawn lies in slices
     Case("drops", "tp2", "selective"),
@@ -173,6 +173,7 @@ PINNED = (
     *(Case("paths", f"dp2-zero{stage}") for stage in range(3)),  # gradients that come late, or of one replica alone
     Case("mlp", "dp2-zero2", "unseen", "changes-optimizers"),  # gradients that no optimizer had stay in parts
     Case("paths", "dp2-zero1", "small-buckets"),
+    *(Case("functions", "dp2-zero3", *names) for names in (("bf16", "manual"), ("offloaded", "adversaries"))),
     Case("odd-gpt", "pp2-tp2", "sequence-recomputed"),  # checkpoints inside of blocks save slices
 )
 """Cases that are run though others cover their pairs."""

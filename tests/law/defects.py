@@ -24,7 +24,7 @@ from lightning_3d.errors import TraceError
 from lightning_3d.pipeline.batch_loss import BatchLoss, LossReduction
 from lightning_3d.pipeline.effects import norms
 from lightning_3d.pipeline.stage_run import StageRun
-from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.zero import fully_sharded
 from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.gradients import Gradients

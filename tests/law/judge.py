@@ -20,7 +20,7 @@ from tests.collectives import planned
 from tests.law.cover import Case
 from tests.law.habits import HABITS
 from tests.law.run import Run, Tensors
-from tests.parity import Job, Layout
+from tests.parity import Layout
 
 FLOOR = 64
 """Rounding errors of the model's largest gradient that any other gradient may have."""
@@ -46,10 +46,8 @@ class Judge:
         self.tolerance = setting.tolerance
         self.eps = EPS[setting.half or case.job.precision]
         self.floors = [FLOOR * self.eps * _largest(gradients) for gradients in reference.gradients]
-        self.used_floors = [
-            floor * _clipped(case.job, gradients)
-            for floor, gradients in zip(self.floors, reference.gradients, strict=True)
-        ]
+        clipped = reference.clipped or [1.0] * len(self.floors)
+        self.used_floors = [floor * factor for floor, factor in zip(self.floors, clipped, strict=True)]
 
     def problems(self, ranks: Sequence[Run]) -> list[str]:
         """Everything that is not as it should be, by rank."""
@@ -276,14 +274,6 @@ def _without_loss(value: Any) -> Any:
 def _largest(gradients: Tensors) -> float:
     """The largest root mean square of a parameter's gradient."""
     return max((float(value.norm()) / value.numel() ** 0.5 for value in gradients.values()), default=1.0)
-
-
-def _clipped(job: Job, gradients: Tensors) -> float:
-    """The factor of gradients that are clipped by their norm."""
-    if job.gradient_clip_val is None or job.gradient_clip_algorithm != "norm":
-        return 1.0
-    norm = math.sqrt(sum(float(value.double().square().sum()) for value in gradients.values()))
-    return min(1.0, job.gradient_clip_val / max(norm, 1e-12))
 
 
 def _share(apart: Tensor, whole: Tensor) -> str:

@@ -21,7 +21,7 @@ from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.checkpoint import export_checkpoint
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.planning.plan import Plan
-from lightning_3d.tensor.placement import interleaved_parameters
+from lightning_3d.sharding.placement import interleaved_parameters
 from tests.collectives import BlockInputs, Sent
 from tests.law.cover import Case
 from tests.law.habits import HABITS, Habit
@@ -48,6 +48,8 @@ class Run:
     initial: Tensors = field(default_factory=dict)
     gradients: list[Tensors] = field(default_factory=list)
     """Before every optimizer step; a parameter without a gradient is absent."""
+    clipped: list[float] = field(default_factory=list)
+    """The largest factor that clipping has multiplied an element of them by, where Lightning clips; of one process."""
     weights: Tensors = field(default_factory=dict)
     """Parameters and buffers after training."""
     trained: set[str] = field(default_factory=set)
@@ -116,6 +118,23 @@ def _full(module: torch.nn.Module, pick: Callable[[Tensor], Tensor | None]) -> T
             full = full_value(value.detach())
             found[fqn] = (parts[fqn].deinterleaved(full) if fqn in parts else full).clone()
     return found
+
+
+class _SeenClipped(L.LightningModule):
+    """Measures what clipping does to gradients."""
+
+    clipped: list[float]
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        before = {p: p.grad.clone() for p in self.parameters() if p.grad is not None}
+        super().configure_gradient_clipping(*args, **kwargs)
+        factors = [_largest_factor(p.grad, grad) for p, grad in before.items() if p.grad is not None]
+        self.clipped.append(min(1.0, max(factors, default=1.0)))
+
+
+def _largest_factor(found: Tensor, before: Tensor) -> float:
+    changed = before != 0
+    return float((found[changed] / before[changed]).nan_to_num().abs().max()) if changed.any() else 0.0
 
 
 def _built(job: Job, lr: float, setting: Setting, habit: Habit) -> L.LightningModule:
@@ -234,6 +253,9 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
     )
     with trainer.init_module() if setting.is_deferred else nullcontext():
         model = _built(job, case.model_row.lr, setting, habit)
+    if layout is None:
+        seen = type(model.__class__.__name__, (_SeenClipped, model.__class__), {"clipped": run.clipped})
+        model.__class__ = seen
     train, val = splits(job)
     common: dict[str, Any] = {"global_batch_size": job.global_batch_size, "collate": job.collate}
     if layout is None:

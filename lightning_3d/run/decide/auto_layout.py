@@ -76,9 +76,9 @@ def choose_layout(context: RunContext, ranks_per_node: int) -> Choice | None:
         machine = measured_machine(device, precision.casts_to or next(module.parameters()).dtype, ranks_per_node)
         choice = _agreed(_searched(ahead, trainer, config, shape, machine, memory))
         if (choice.layout.zero_stage == 3 or not choice.layout.is_replicas) and not _steps_by_element(module):
-            layout = Layout(dp=shape.dp)
+            layout = Layout(shape=MeshShape(dp=shape.dp))
             choice = replace(choice, layout=layout, reason="its optimizers may have to see parameters whole")
-    if choice.layout.dp != shape.dp:
+    if choice.layout.replicas != shape.size("samples"):
         generators.restore(before)
         forget_loaders(trainer)
     if any(isinstance(callback, ModelSummary) for callback in callbacks_of(trainer)) and dist.get_rank() == 0:
@@ -117,7 +117,7 @@ def _searched(
             return search_layout(ahead, config, machine, shape.world_size, memory, num_samples=num)
     except Exception as error:  # of the user's step, or of the batch
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    layout = Layout(dp=shape.dp)
+    layout = Layout(shape=MeshShape(dp=shape.dp))
     least = least_held(ahead.module, replace(config, zero=ZeroConfig()), ExampleStep.num_states, shape=shape)
     layout = layout if least <= _OF_STATE * memory else replace(layout, zero_stage=3)
     return Choice(layout=layout, reason=f"no other can be planned: {why}", predicted={}, refused={})

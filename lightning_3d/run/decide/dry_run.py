@@ -239,7 +239,7 @@ def search_layout(
         found = planned(layout)
         assert found.seconds is not None
         tensors = [block.tensor for block in found.plan.blocks if block.tensor is not None]
-        if layout.tp > 1 and not any(tensor.is_sharded for tensor in tensors):
+        if layout.shape.tp > 1 and not any(tensor.is_sharded for tensor in tensors):
             raise PlanError(f"no block can be sharded: {next((each.reason for each in tensors), None)}")
         return Prediction(
             seconds=found.seconds.total,
@@ -259,7 +259,7 @@ def too_large(
 ) -> str | None:
     """Why a rank has no room for its training state, whatever its activations take, or None."""
     own = layout.of(config)
-    least = least_held(module, own, num_states, shape=resolve_mesh_shape(own, layout.world_size))
+    least = least_held(module, own, num_states, shape=resolve_mesh_shape(own, layout.shape.world_size))
     if memory is None or least <= memory:
         return None
     return f"a rank needs at least {size_text(least)} of the {size_text(memory)} that it has, for the training state"

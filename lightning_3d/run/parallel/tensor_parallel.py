@@ -25,8 +25,8 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
 from lightning_3d.run.context import RunContext
 from lightning_3d.run.decide.plan_model import Planned
+from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.tensor import Verification, apply_block, replicated_plan, verify_block
-from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.trace.fake_blocks import random_like

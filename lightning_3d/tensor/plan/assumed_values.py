@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.rules.function import EXPERTS_MATMULS, Function, function_name
+from lightning_3d.sharding.rules.function import EXPERTS_MATMULS, Function, function_name
 from lightning_3d.torch_internals.dispatch import (
     INDEX_PUT_IMPL,
     LOCAL_SCALAR_DENSE,

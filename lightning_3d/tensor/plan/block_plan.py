@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 
-from lightning_3d.tensor.axis import Kind, sent_bytes
-from lightning_3d.tensor.placement import InterleavedShard, Sharded
+from lightning_3d.sharding.axis import Kind, sent_bytes
+from lightning_3d.sharding.placement import InterleavedShard, Sharded
 
 Role = Literal["column", "row", "replicate", "vocabulary"]
 """column: the output features are sharded; row: the contracted features are; replicate: every rank holds all of it;
@@ -92,7 +92,7 @@ class BlockTensorPlan:
     """One entry per parameter name, in the order of ``named_parameters``."""
 
     collectives: tuple[Collective, ...] = ()
-    """All that one forward and backward with the example's shapes communicate."""
+    """All that one forward and backward with the example's shapes communicate; not what checkpoints compute again."""
 
     is_sequence_parallel: bool = False
     """Whether what lies between the sharded weights works on slices of the sequence (`sequence`)."""
@@ -125,12 +125,12 @@ class BlockTensorPlan:
 
     @property
     def num_other_collectives_forward(self) -> int:
-        """All-gathers and reduce-scatters."""
+        """All-gathers, reduce-scatters and all-to-alls."""
         return self._count(are_all_reduces=False, are_backward=False)
 
     @property
     def num_other_collectives_backward(self) -> int:
-        """All-gathers and reduce-scatters."""
+        """All-gathers, reduce-scatters and all-to-alls."""
         return self._count(are_all_reduces=False, are_backward=True)
 
     @property

@@ -104,7 +104,7 @@ def _key(block: nn.Module, inputs: object, terms: object) -> str:
     return digest.hexdigest()
 
 
-_CODE = sorted(Path(__file__).parents[1].rglob("*.py"))
+_CODE = sorted(path for room in ("sharding", "tensor") for path in (Path(__file__).parents[2] / room).rglob("*.py"))
 """The files that decide how blocks are sharded: they count as the version of this package."""
 
 

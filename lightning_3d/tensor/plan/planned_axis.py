@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Kind
+from lightning_3d.sharding.axis import Kind, sent_bytes
+from lightning_3d.sharding.pieces import by_rank, exchanged, in_order, num_exchanged, padded
+from lightning_3d.sharding.placement import Shard, full_shape
 from lightning_3d.tensor.plan.block_plan import Collective
 from lightning_3d.torch_internals.autograd import reachable_nodes
 
@@ -58,33 +60,38 @@ class PlannedAxis:
             self._cause = outer
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.forward.append(self.caused("all-reduce", tensor))
+        self.forward.append(self.caused("all-reduce", sent_bytes("all-reduce", tensor.nbytes, self.size)))
         return tensor
 
-    def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        every = torch.cat([local.contiguous()] * self.size)
-        every = every if dim == 0 else torch.cat(every.chunk(self.size), dim)
-        self.forward.append(self.caused("all-gather", every))
-        return every
+    def all_gather(self, local: Tensor, at: Shard) -> Tensor:
+        every = torch.cat([padded(local, at)] * self.size)
+        self.forward.append(self.caused("all-gather", sent_bytes("all-gather", every.nbytes, self.size)))
+        return in_order(every, at, self.size)
 
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        self.forward.append(self.caused("reduce-scatter", tensor))
-        full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
-        return full.chunk(self.size)[0].clone()
+    def reduce_scatter(self, tensor: Tensor, at: Shard) -> Tensor:
+        every = by_rank(tensor, at, self.size)
+        self.forward.append(self.caused("reduce-scatter", sent_bytes("reduce-scatter", every.nbytes, self.size)))
+        return every.chunk(self.size)[0].clone()
+
+    def all_to_all(self, local: Tensor, source: Shard, target: Shard) -> Tensor:
+        shape = full_shape(local.shape, source, self.size)
+        num_bytes = num_exchanged(shape, source, target, self.size) * local.itemsize
+        self.forward.append(self.caused("all-to-all", num_bytes))
+        pieces = [local.new_empty(shape) for shape in exchanged(shape, source, target, self.size, self.rank)[1]]
+        return torch.cat(pieces, source.dim)
 
     def of_first_rank(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
-        self._expected.append((result.grad_fn, self.caused(kind, tensor, is_backward=True)))
+    def expect_backward(self, result: Tensor, kind: Kind, num_bytes: int) -> None:
+        self._expected.append((result.grad_fn, self.caused(kind, num_bytes, is_backward=True)))
 
     def backward_of(self, outputs: Iterable[Tensor]) -> list[PlannedCollective]:
         """The collectives of the backward of these outputs."""
         nodes = reachable_nodes(outputs)
         return [caused for node, caused in self._expected if node in nodes]
 
-    def caused(self, kind: Kind, tensor: Tensor, *, is_backward: bool = False) -> PlannedCollective:
-        """A collective of a full tensor, with the present cause."""
-        call, size = self._cause.call, self.size
-        collective = Collective.of_full(kind, tensor.nbytes, call, size=size, is_backward=is_backward)
+    def caused(self, kind: Kind, num_bytes: int, *, is_backward: bool = False) -> PlannedCollective:
+        """A collective in which a rank sends so many bytes, with the present cause."""
+        collective = Collective(kind=kind, num_bytes=num_bytes, call=self._cause.call, is_backward=is_backward)
         return PlannedCollective(collective=collective, cause=self._cause)

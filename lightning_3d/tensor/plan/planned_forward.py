@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
+from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.plan.assumed_values import AssumedValues
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
 from lightning_3d.tensor.sequence import cut_sequence
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
@@ -49,7 +49,7 @@ class PlannedForward:
         """Call the forward, in whose block hangs what `found` gave; the block's output."""
         plan = self._plan
         args, sequence = cut_sequence(args, self._axis) if plan.is_sequence_parallel else (args, None)
-        interpreter = Interpreter(self._axis, sequence)
+        interpreter = TensorInterpreter(self._axis, sequence)
         seen = custom_functions_seen(interpreter.on_custom_function)
         with AssumedValues(), interpreter.statistics, interpreter, seen:
             output = forward(*args, **kwargs)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.rules.call import InputPlacement, TorchCall
+from lightning_3d.sharding.rules.function import Function, tensors_in
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
-from lightning_3d.tensor.rules.call import InputPlacement, TorchCall
-from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import buffers_of
 from lightning_3d.torch_internals.pytree import tree_leaves

@@ -14,6 +14,7 @@ gradient meets.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -21,18 +22,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Kind
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import REPLICATE, InterleavedShard, Replicate, Shard, Sharded
+from lightning_3d.sharding.axis import Kind
+from lightning_3d.sharding.collectives import bytes_sent, kind_of, placement_of_gradient
+from lightning_3d.sharding.placement import (
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    InterleavedShard,
+    Placement,
+    Shard,
+    Sharded,
+)
+from lightning_3d.sharding.rules.call import PARTIAL, InputPlacement, LocalCall, RunningStatistic, TorchCall
+from lightning_3d.sharding.rules.function import map_tensors, tensors_in
+from lightning_3d.sharding.rules.views import SEPARATE
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of, shard_dim
+from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
 from lightning_3d.tensor.plan.record import Answer, Record, RecordedCall
 from lightning_3d.tensor.plan.simulate import Choice, Simulated, Simulation, Terms
-from lightning_3d.tensor.plan.weights import Weights
-from lightning_3d.tensor.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall
-from lightning_3d.tensor.rules.function import map_tensors, tensors_in
-from lightning_3d.tensor.rules.views import SEPARATE
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, cut_sequence, is_along
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of, shard_dim
+from lightning_3d.tensor.plan.weights import Weights, sources_of
+from lightning_3d.tensor.sequence import cut_sequence, is_along
 from lightning_3d.torch_internals.tensors import make_wrapper
 
 
@@ -70,7 +79,7 @@ def stand_in(axis: PlannedAxis, full: Tensor, placement: Sharded, *, is_weight: 
     return made
 
 
-class _OnRecord(Interpreter):
+class _OnRecord(TensorInterpreter):
     """Takes results from a record, in place of computing them.
 
     A plain tensor is the recorded one. A sharded tensor has a shape and no local part.
@@ -123,9 +132,9 @@ class _OnRecord(Interpreter):
             met |= self.history(tensor)
         return met
 
-    def expect(self, kind: Kind, tensor: Tensor) -> int:
-        """Another collective of the backward, of the gradient of a full tensor."""
-        self._expected.append(self.axis.caused(kind, tensor, is_backward=True))
+    def expect(self, kind: Kind, num_bytes: int) -> int:
+        """Another collective of the backward, in which a rank sends so many bytes."""
+        self._expected.append(self.axis.caused(kind, num_bytes, is_backward=True))
         return 1 << len(self._expected) - 1
 
     def follow(self, recorded: RecordedCall, came: int) -> None:
@@ -174,10 +183,11 @@ class _OnRecord(Interpreter):
         shape = [length * self.axis.size if dim == placement.dim else length for dim, length in enumerate(own.shape)]
         return result.new_empty(shape).requires_grad_(result.requires_grad)
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The same tensor, whose gathering is noted."""
-        if isinstance(tensor, ShardedTensor):
-            self.axis.forward.append(self.axis.caused("all-gather", tensor))
+    def moved(self, tensor: ShardedTensor, target: Placement) -> Tensor:
+        """The same tensor, whose way is noted."""
+        kind = kind_of(tensor.placement, target)
+        assert kind is not None
+        self.axis.forward.append(self.axis.caused(kind, self._bytes_sent(tensor, tensor.placement, target)))
         return tensor
 
     def shard(self, own: Tensor, placement: Sharded, *, is_weight: bool) -> Tensor:
@@ -186,16 +196,16 @@ class _OnRecord(Interpreter):
         self._kept.append(made)
         return made
 
-    def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
-        if local.weight is None or not is_along(partial, self.sequence):
-            self._sums.append(self.axis.caused("all-reduce", partial))
+    def sum(self, summand: Tensor, local: LocalCall) -> Tensor:
+        if local.weight is None or not is_along(summand, self.sequence):
+            self._sums.append(self.axis.caused("all-reduce", self._bytes_sent(summand, PARTIAL, REPLICATE)))
             self.axis.forward.append(self._sums[-1])
-            return partial
-        self._is_repeatable = False
-        self.axis.forward.append(self.axis.caused("reduce-scatter", partial))
-        if partial.requires_grad:
-            self._came |= self.expect("all-gather", partial)
-        return self.shard(partial, Shard(SEQUENCE_DIM), is_weight=False)
+            return summand
+        self._is_repeatable, along = False, self.along_sequence
+        self.axis.forward.append(self.axis.caused("reduce-scatter", self._bytes_sent(summand, PARTIAL, along)))
+        if summand.requires_grad:
+            self._came |= self.expect("all-gather", self._bytes_sent(summand, along, REPLICATE))
+        return self.shard(summand, along, is_weight=False)
 
     def _met(self, input_placements: Iterable[tuple[Tensor, InputPlacement]]) -> int:
         """The history of operands that are made what a call needs."""
@@ -210,32 +220,43 @@ class _OnRecord(Interpreter):
             self._is_repeatable = False
             self.statistics.own(tensor, changes=input_placement.changes)
             return history
-        if input_placement == placement_of(tensor):
+        source, target = placement_of(tensor) or REPLICATE, input_placement
+        if source == target:
             return history
         has_gradient = tensor.requires_grad and self._recorded.has_gradient
-        if isinstance(input_placement, Replicate) and input_placement.sums_gradients:
+        if target == REPLICATE_PARTIAL_GRAD:
             return self._met_by_each(tensor, history) if has_gradient or isinstance(tensor, ShardedTensor) else history
-        self.whole(tensor)
-        return (
-            history
-            if isinstance(input_placement, Replicate) or not has_gradient
-            else history | self.expect("all-gather", tensor)
-        )
+        if isinstance(tensor, ShardedTensor):
+            self.moved(tensor, target)
+        return history | self._expected_back(tensor, source, target) if has_gradient else history
 
     def _met_by_each(self, tensor: Tensor, history: int) -> int:
         """The history of what every rank reads; one for all calls that read it."""
+        source, each = placement_of(tensor) or REPLICATE, REPLICATE_PARTIAL_GRAD
         is_slice = isinstance(tensor, ShardedTensor) and self.is_slice_of_sequence(tensor)
         if isinstance(tensor, ShardedTensor) and not is_slice:
-            self.whole(tensor)
-            return history | self.expect("all-reduce", tensor) if tensor.requires_grad else history
+            self.moved(tensor, each)
+            return history | self._expected_back(tensor, source, each) if tensor.requires_grad else history
         if id(tensor) not in self._entered_histories:
-            if is_slice:
-                self.whole(tensor)
-            kinds: tuple[Kind, ...] = ("reduce-scatter", "all-gather") if is_slice else ("all-reduce",)
-            for kind in kinds if tensor.requires_grad else ():
-                history |= self.expect(kind, tensor)
+            if isinstance(tensor, ShardedTensor):
+                self.moved(tensor, each)
+            if tensor.requires_grad:
+                history |= self._expected_back(tensor, source, each)
+            if tensor.requires_grad and is_slice:
+                history |= self.expect("all-gather", self._bytes_sent(tensor, source, REPLICATE))
             self._entered_histories[id(tensor)] = history
         return self._entered_histories[id(tensor)]
+
+    def _expected_back(self, tensor: Tensor, source: Placement, target: Placement) -> int:
+        """The way of a gradient, if a collective is on it."""
+        way = placement_of_gradient(target), placement_of_gradient(source)
+        if (kind := kind_of(*way)) is None:
+            return 0
+        with self.axis.caused_by(sources=sources_of(tensor)) if isinstance(tensor, ShardedTensor) else nullcontext():
+            return self.expect(kind, self._bytes_sent(tensor, *way))
+
+    def _bytes_sent(self, tensor: Tensor, source: Placement, target: Placement) -> int:
+        return bytes_sent(tensor.shape, tensor.itemsize, source, target, self.axis.size)
 
 
 class _Replay(Simulation, _OnRecord):
@@ -244,9 +265,9 @@ class _Replay(Simulation, _OnRecord):
     def cut_first(self, record: Record) -> None:
         """Cut the block's input along its sequence."""
         first = record.args[0]
-        made = self.sharded[id(first)] = stand_in(self.axis, first, Shard(SEQUENCE_DIM), is_weight=False)
+        made = self.sharded[id(first)] = stand_in(self.axis, first, self.along_sequence, is_weight=False)
         if first.requires_grad:
-            self._histories[id(made)] = self.expect("all-gather", first)
+            self._histories[id(made)] = self._expected_back(first, REPLICATE, self.along_sequence)
 
     def make_calls(self, record: Record) -> None:
         """Make all calls of a record, but for those that neither a sharded tensor nor a history comes to."""

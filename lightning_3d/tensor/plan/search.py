@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.tensor.axis import sent_bytes
+from lightning_3d.sharding.axis import sent_bytes
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.plan.known_choices import KnownChoice
 from lightning_3d.tensor.plan.planned_axis import PlannedCollective
@@ -155,8 +155,8 @@ class _Search:
     def _improve(self, simulate: Simulate) -> Simulated:
         """Replicate groups of weights where that lowers the communicated bytes and is worth it."""
         replicated, best = self.replicated, simulate(self.replicated)
-        if fewer := best.uneven_heads.difference(self.by_hand):  # as Megatron does with few key and value heads
-            candidate = replicated | dict.fromkeys(fewer, f"its heads are not divisible by {self.size}")
+        if fewer := best.few_heads.difference(self.by_hand):  # as Megatron does with few key and value heads
+            candidate = replicated | dict.fromkeys(fewer, f"it has fewer heads than {self.size}")
             trial = simulate(candidate)
             if trial.communicated_bytes < best.communicated_bytes:
                 best, replicated = trial, candidate

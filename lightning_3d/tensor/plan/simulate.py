@@ -7,7 +7,6 @@ decided on the way, each at its first use (`weights`). So what is planned is wha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,24 +15,24 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Placement, Sharded
+from lightning_3d.sharding.placement import Placement, Sharded
+from lightning_3d.sharding.rules import channelwise
+from lightning_3d.sharding.rules.aliases import alias_dims
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall
+from lightning_3d.sharding.rules.channelwise import as_channel_call
+from lightning_3d.sharding.rules.contraction import as_contraction
+from lightning_3d.sharding.rules.convolution import as_convolution
+from lightning_3d.sharding.rules.function import Function
+from lightning_3d.sharding.rules.projection import as_projection
+from lightning_3d.sharding.rules.views import SEPARATE, cut_pieces, num_parts_of, viewed_shape
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, SourceWeights, shard_dim
+from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis, PlannedCollective
 from lightning_3d.tensor.plan.weights import Weights, sources_of
-from lightning_3d.tensor.rules import channelwise
-from lightning_3d.tensor.rules.aliases import alias_dims
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall
-from lightning_3d.tensor.rules.channelwise import as_channel_call
-from lightning_3d.tensor.rules.contraction import as_contraction
-from lightning_3d.tensor.rules.convolution import as_convolution
-from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.rules.projection import as_projection
-from lightning_3d.tensor.rules.views import SEPARATE, cut_pieces, num_parts_of, viewed_shape
 from lightning_3d.tensor.sequence import cut_sequence
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, SourceWeights, placement_of, shard_dim
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.pytree import tree_leaves
 
@@ -123,8 +122,8 @@ class Simulated:
     view_cuts: tuple[Cut, ...]
     """Where it views them as several parts, heads among them."""
 
-    uneven_heads: frozenset[str]
-    """FQNs of column weights whose features it views as a number of heads that the ranks do not divide."""
+    few_heads: frozenset[str]
+    """FQNs of column weights whose features it views as fewer heads than there are ranks."""
 
     @property
     def communicated_bytes(self) -> int:
@@ -180,7 +179,7 @@ def simulate_block(
     return simulation.simulated(choice, backward, unused_outputs, read_data=assumed.were_read)
 
 
-class Simulation(Interpreter):
+class Simulation(TensorInterpreter):
     """Decides weights at their first use, and follows which weights the sharding of a tensor comes from."""
 
     axis: PlannedAxis
@@ -191,7 +190,7 @@ class Simulation(Interpreter):
         self.output_bytes: dict[str, int] = {}
         self.cuts: list[Cut] = []
         self.view_cuts: list[Cut] = []
-        self.uneven_heads: set[str] = set()
+        self.few_heads: set[str] = set()
         self.weights = weights
 
     def simulated(
@@ -211,7 +210,7 @@ class Simulation(Interpreter):
             weight_cuts=self.weights.cuts,
             cuts=tuple(self.cuts),
             view_cuts=tuple(self.view_cuts),
-            uneven_heads=frozenset(self.uneven_heads),
+            few_heads=frozenset(self.few_heads),
         )
 
     def dispatch(self, call: TorchCall) -> Any:
@@ -278,20 +277,20 @@ class Simulation(Interpreter):
             )
         return made
 
-    def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
+    def sum(self, summand: Tensor, local: LocalCall) -> Tensor:
         """Also note the cause."""
         sources = _sources([tensor for tensor in _own(local) if tensor is not local.weight])
         row = None if local.weight is None else self.weights.fqn_of(local.weight)
         with self.axis.caused_by(sources=sources, row=row):
-            made = super().sum(partial, local)
+            made = super().sum(summand, local)
         if isinstance(made, ShardedTensor):  # a slice of the sequence, which comes from no weight
             made.source_weights = SourceWeights(frozenset())
         return made
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def moved(self, tensor: ShardedTensor, target: Placement) -> Tensor:
         """Also note the cause."""
-        with self.axis.caused_by(sources=sources_of(tensor)) if isinstance(tensor, ShardedTensor) else nullcontext():
-            return super().whole(tensor)
+        with self.axis.caused_by(sources=sources_of(tensor)):
+            return super().moved(tensor, target)
 
     def _note_cuts(self, call: TorchCall, tensor: Any) -> None:
         """Note where a call separates the features of column weights in its first argument, which is `tensor` now."""
@@ -312,8 +311,8 @@ class Simulation(Interpreter):
         notes = self.cuts
         if pieces is None and (shape := viewed_shape(call)) is not None:
             is_opened = len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and call.name != "unsqueeze"
-            if is_opened and shape[dim] % self.axis.size:
-                self.uneven_heads |= source_weights.sources
+            if is_opened and shape[dim] < self.axis.size:
+                self.few_heads |= source_weights.sources
             num_parts, notes = num_parts_of(tuple(tensor.shape), shape, dim), self.view_cuts
             edges = set(range(0, length, length // num_parts))
         if len(edges) > 1:
@@ -322,13 +321,9 @@ class Simulation(Interpreter):
 
 
 def _own(local: LocalCall) -> list[ShardedTensor]:
-    """The operands of which every rank reads its own part."""
+    """The sharded operands of which every rank reads its own part, wherever that has come from."""
     pairs = zip(local.tensors, local.input_placements, strict=True)
-    return [
-        tensor
-        for tensor, input_placement in pairs
-        if isinstance(tensor, ShardedTensor) and placement_of(tensor) == input_placement
-    ]
+    return [tensor for tensor, at in pairs if isinstance(tensor, ShardedTensor) and isinstance(at, Sharded)]
 
 
 def _sources(tensors: Sequence[ShardedTensor]) -> frozenset[str]:

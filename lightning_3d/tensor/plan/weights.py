@@ -16,17 +16,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import InterleavedShard, Placement, Shard, Sharded, in_parts
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import InterleavedShard, Placement, Shard, Sharded, in_parts
+from lightning_3d.sharding.rules.aliases import AliasDims, alias_dims
+from lightning_3d.sharding.rules.call import TorchCall
+from lightning_3d.sharding.rules.contraction import Contraction
+from lightning_3d.sharding.rules.convolution import Convolution
+from lightning_3d.sharding.rules.function import tensors_in
+from lightning_3d.sharding.rules.projection import Projection
+from lightning_3d.sharding.rules.views import cut_pieces
+from lightning_3d.sharding.sharded_tensor import (
+    ShardedTensor,
+    SourceWeights,
+    cut_dim,
+    parts_of,
+    placement_of,
+    shard_dim,
+)
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
-from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims
-from lightning_3d.tensor.rules.call import TorchCall
-from lightning_3d.tensor.rules.contraction import Contraction
-from lightning_3d.tensor.rules.convolution import Convolution
-from lightning_3d.tensor.rules.function import tensors_in
-from lightning_3d.tensor.rules.projection import Projection
-from lightning_3d.tensor.rules.views import cut_pieces
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, SourceWeights, parts_of, placement_of, shard_dim
 
 _ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 
@@ -195,7 +202,7 @@ class Weights:
             self.stacked.add(self.fqn_of(call.weight))
 
     def _choose_letter(self, weight: _Weight, call: Contraction) -> None:
-        role, dim = self._by_hand.get(id(weight.fake)), shard_dim(call.input)
+        role, dim = self._by_hand.get(id(weight.fake)), cut_dim(call.input)
         is_along = dim is not None and call.of_input[dim] in call.contracted
         if role == "row" or (role is None and is_along):
             letters = [call.of_input[dim]] if dim is not None and is_along else call.contracted
@@ -238,9 +245,9 @@ class Weights:
             self._shard(weight, "column", dims[features_dim])
             if call.bias is not None and weight.sharding is not None:
                 self.shard_vector(call.bias, features, weight.sharding)
-        elif role == "row" and contracted % size:
+        elif contracted % size and (role == "row" or cut_dim(call.input) == call.input_dim):
             weight.replicate(f"{contracted} input features are not divisible by {size}")
-        elif role == "row" or shard_dim(call.input) == call.input_dim:
+        elif role == "row" or cut_dim(call.input) == call.input_dim:
             self._shard(weight, "row", dims[1 - features_dim])
             self._replicate_bias(call, "added after the all-reduce of a row weight")
         else:

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import own_shard
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.placement import REPLICATE
+from lightning_3d.sharding.rules.call import PARTIAL
+from lightning_3d.sharding.rules.function import Function
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.vocabulary.sharded_classes import shard_bounds
 
 
@@ -58,4 +60,4 @@ def look_up(call: Embedding, axis: MeshAxis) -> Tensor:
     if padding is not None and not 0 <= padding < stop - start:
         padding = None
     rows = F.embedding(index, own_shard(call.weight), padding_idx=padding)
-    return collectives.reduce(rows.masked_fill(~is_own.unsqueeze(-1), 0.0), axis)
+    return redistribute(rows.masked_fill(~is_own.unsqueeze(-1), 0.0), axis, PARTIAL, REPLICATE)

@@ -14,8 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import AnyCallable, BlockRunner, runner_of
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import identity_forward_all_reduce_backward, own_shard
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Through
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord
@@ -147,7 +149,7 @@ class FusedHead:
             return rows, weight, bias
         assert isinstance(weight, DTensor)
         return (
-            identity_forward_all_reduce_backward(rows, self._tp),
+            redistribute(rows, self._tp, REPLICATE, REPLICATE_PARTIAL_GRAD),
             own_shard(weight),
             own_shard(bias) if isinstance(bias, DTensor) else None,
         )
@@ -156,7 +158,7 @@ class FusedHead:
         self, rows: Tensor, weight: Tensor | None, bias: Tensor | None, through: Through | None = None
     ) -> Tensor:
         num_classes = self._head.weight.shape[0]
-        classes = None if self._tp is None else ShardedClasses(num_classes, self._tp.mesh)
+        classes = None if self._tp is None else ShardedClasses(num_classes, self._tp)
         parts = [tensor for tensor in (self._head.weight, self._head.bias) if isinstance(tensor, DTensor)]
         on_read = partial(self._note_read, torch.is_grad_enabled())
         call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through, aliases=parts)

@@ -35,10 +35,11 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from lightning_3d.activations.collective_mode import unseen_by_checkpoints
 from lightning_3d.errors import StepError
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.collectives import refuse_second_order
-from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.placement import REPLICATE
+from lightning_3d.sharding.rules.function import Function
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
+from lightning_3d.tensor.own_shard import refuse_second_order
 from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
 from lightning_3d.tensor.vocabulary.head_call import AT_CALL, AT_END, HeadCall
 from lightning_3d.tensor.vocabulary.logits_view import Cast, View
@@ -193,7 +194,7 @@ def lazily_gathered(activation: ShardedTensor) -> Tensor:
     local, axis, placement = activation.own(), activation.axis, activation.placement
 
     def gather(reader: str) -> Tensor:
-        return collectives.gather(local, axis, placement)
+        return redistribute(local, axis, placement, REPLICATE)
 
     if not torch.is_grad_enabled():
         return gather(AT_CALL)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function, function_name
+from lightning_3d.sharding.rules.function import Function, function_name
 from lightning_3d.tensor.vocabulary.chunked_loss import Elementwise
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.torch_internals.tensors import contiguous_stride, storage_id

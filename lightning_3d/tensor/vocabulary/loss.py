@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.sharding.rules.function import Function
 from lightning_3d.tensor.vocabulary.sharded_classes import shard_bounds
 
 Reduction = Literal["mean", "sum", "none"]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.activations.collective_mode import unseen_by_checkpoints
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.placement import REPLICATE, Shard, chunked
 
 
 def shard_bounds(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
     """First row and the one after the last of this rank's shard, as DTensor cuts `num_rows` that need not divide."""
-    length = -(-num_rows // mesh.size())
-    start = min(mesh.get_local_rank() * length, num_rows)
-    return start, min(start + length, num_rows)
+    size, rank = mesh.size(), mesh.get_local_rank()
+    bounds = chunked(0, num_rows, size).bounds(num_rows, size)
+    return bounds[rank], bounds[rank + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,42 +24,25 @@ class ShardedClasses:
     """Classes that are sharded over the tp axis, as DTensor cuts them."""
 
     num: int
-    mesh: DeviceMesh
+    axis: MeshAxis
 
     @property
-    def bounds(self) -> tuple[int, int]:
-        """This rank's first class, and the one after its last."""
-        return shard_bounds(self.num, self.mesh)
+    def mesh(self) -> DeviceMesh:
+        """The tp axis."""
+        return self.axis.mesh
 
     @property
     def most(self) -> int:
         """The number of classes on the rank that has most."""
-        return -(-self.num // self.mesh.size())
+        return -(-self.num // self.axis.size)
 
     def own(self, logits: Tensor) -> Tensor:
         """This rank's part of ``[..., classes]``, contiguous."""
-        start, stop = self.bounds
-        return logits[..., start:stop].contiguous()
+        return self._placement(logits).own(logits, self.axis.size, self.axis.rank).contiguous()
 
     def gathered(self, local: Tensor) -> Tensor:
         """Logits ``[..., own classes]`` as ``[..., classes]``, equal on all ranks; their gradients are equal, too."""
-        with unseen_by_checkpoints():
-            return cast(Tensor, _Gather.apply(local, self))  # type: ignore[no-untyped-call]  # torch 2.13
+        return redistribute(local, self.axis, self._placement(local), REPLICATE, saves=False)
 
-
-class _Gather(torch.autograd.Function):
-    """Logits of own classes -> logits of all; a collective of the tp axis in the forward alone."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, classes: ShardedClasses) -> Tensor:
-        ctx.classes = classes
-        part = local.movedim(-1, 0)
-        padded = part.new_zeros(classes.most, *part.shape[1:])
-        padded[: len(part)] = part
-        every = padded.new_empty(classes.most * classes.mesh.size(), *part.shape[1:])
-        dist.all_gather_single(every, padded, group=classes.mesh.get_group())
-        return every[: classes.num].movedim(0, -1).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.classes.own(gradient), None
+    def _placement(self, logits: Tensor) -> Shard:
+        return chunked(logits.dim() - 1, self.num, self.axis.size)

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.collectives import own_shard
-from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Shard
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.collectives import bytes_sent, redistribute
+from lightning_3d.sharding.interpret import Interpreter
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, chunked
+from lightning_3d.sharding.rules.function import Function
+from lightning_3d.sharding.rules.projection import as_projection
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role
 from lightning_3d.tensor.plan.record import RecordedCall, record_block
 from lightning_3d.tensor.plan.weights import named_parameters
-from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.rules.projection import as_projection
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits
@@ -218,9 +218,9 @@ def _collectives(weight: WeightRoles, use: VocabularyRoles, size: int) -> Iterat
     for num_bytes in weight.head_input_bytes:
         yield of("all-reduce", num_bytes, "linear", is_backward=True)
     for logits in weight.logits if use.gathers_logits else ():
-        length = logits.shape[-1]
-        padded = -(-length // size) * size  # ranks send alike
-        yield of("all-gather", logits.nbytes // length * padded, "linear")
+        at = chunked(logits.dim() - 1, logits.shape[-1], size)
+        num_bytes = bytes_sent(logits.shape, logits.itemsize, at, REPLICATE, size)
+        yield Collective(kind="all-gather", num_bytes=num_bytes, call="linear")
 
 
 def _can_cut(weight: Tensor, size: int) -> bool:
@@ -260,10 +260,11 @@ class VocabularyCalls(TorchFunctionMode):
 
     def _logits(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, DTensor)
-        entered = collectives.identity_forward_all_reduce_backward(self._interpreter.whole(input), self._axis)
+        whole = self._interpreter.whole(input)
+        entered = redistribute(whole, self._axis, REPLICATE, REPLICATE_PARTIAL_GRAD)
         own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
         local = F.linear(entered, as_autocast(own_shard(weight)), own_bias)
-        classes = ShardedClasses(weight.shape[0], self._axis.mesh)
+        classes = ShardedClasses(weight.shape[0], self._axis)
         if self._gathers_logits:
             return classes.gathered(local)
         return lazy_logits(HeadCall(local, None, None, classes=classes, num_classes=classes.num))

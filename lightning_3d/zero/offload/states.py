@@ -31,7 +31,7 @@ class OffloadedStates:
             moved = [self._moved(optimizer, parameter, (name, index), leaf) for index, leaf in enumerate(leaves)]
             state[name] = tree_unflatten(moved, spec)
 
-    def _moved(self, optimizer: Optimizer, parameter: nn.Parameter, key: _Key, value: Any) -> Any:
+    def _moved(self, optimizer: Optimizer, parameter: nn.Parameter, key: _Key, value: object) -> Any:
         if not isinstance(value, Tensor):
             return value
         homes = self._homes.setdefault(parameter, {})

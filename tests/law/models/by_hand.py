@@ -64,12 +64,13 @@ class Dropping(TinyGPT):
 MODELS = {
     "gpt": Model(job=Job(num_val_batches=1)),
     "gpt-untied": Model(job=Job(model=partial(TinyGPT, tied=False), num_val_batches=1), alike="gpt"),
+    "three-heads": Model(
+        job=Job(model=partial(TinyGPT, width=24, num_heads=3), num_val_batches=1), families=frozenset({"tp"})
+    ),
     "mlp": Model(job=Job(model=TinyMLP, data=features, num_val_batches=1)),
     "nn-transformer": Model(job=small_job(a.EncoderDecoder, a.sequences)),
     "unet": Model(job=small_job(a.UNet, a.images)),
-    "residual-vit": Model(  # of 17 tokens
-        job=small_job(a.ResidualViT, a.images), warns=("Sequence parallelism is left out of blocks",)
-    ),
+    "residual-vit": Model(job=small_job(a.ResidualViT, a.images)),  # of 17 tokens, which no two ranks share evenly
     "lstm": Model(job=small_job(a.Recurrent, a.token_pairs), skips=IN_HALVES),
     "unrolled-cell": Model(job=small_job(a.UnrolledCell, a.sequences)),
     "structures": Model(job=small_job(a.Structures, a.sequences)),

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lightning_3d.tensor.rules import aliases, channelwise, contraction, convolution, projection, randomness, views
-from lightning_3d.tensor.rules.attention import attend
-from lightning_3d.tensor.rules.call import Rule
-from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
+from lightning_3d.sharding.rules import (
+    aliases,
+    channelwise,
+    contraction,
+    convolution,
+    losses,
+    projection,
+    randomness,
+    views,
+)
+from lightning_3d.sharding.rules.attention import attend
+from lightning_3d.sharding.rules.call import Rule
+from lightning_3d.sharding.rules.function import EXPERTS_MATMULS
 
 
 def _table() -> Mapping[str, tuple[Rule, ...]]:
@@ -27,11 +36,12 @@ def _table() -> Mapping[str, tuple[Rule, ...]]:
     register(convolution.NAMES, convolution.convolve)
     register(("scaled_dot_product_attention",), attend)
     register(("dropout",), randomness.drop)
+    register(losses.NAMES, losses.of_own_rows, losses.of_own_elements)
     register(channelwise.NAMES, channelwise.on_channels)
     register(aliases.NAMES, aliases.alias)
     register(views.CUTS, views.cut_parts)
     register(("__getitem__",), views.take_every_nth)
-    register(views.VIEWS, views.view_parts, views.merge_into_parts)
+    register(views.VIEWS, views.view_parts, views.merge_into_parts, views.view_units)
     register(("__getitem__",), views.take_beside)
     register(("__setitem__",), views.set_beside)
     register(("repeat",), views.repeat_into_parts)

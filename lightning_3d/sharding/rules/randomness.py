@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Sharded
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall
-from lightning_3d.tensor.sharded_tensor import placement_of
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Sharded, full_shape
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall
+from lightning_3d.sharding.sharded_tensor import placement_of
 
 # ------------------------------------------------------------------------------------------------------------- rules
 
@@ -71,7 +71,7 @@ def own_drops(local: Tensor, placement: Sharded, axis: Axis, p: float, *, is_fus
     Args:
         is_fused: Whether torch's kernel that draws while it computes gives the numbers.
     """
-    shape, stride = _whole_layout(local, placement.dim, axis.size)
+    shape, stride = _whole_layout(local, full_shape(local.shape, placement, axis.size))
     blank = torch.empty_strided(shape, stride, dtype=local.dtype, device=local.device)
     drawn = torch.native_dropout(blank, p, True)[1] if is_fused else blank.bernoulli_(1.0 - p).div_(1.0 - p)
     return placement.own(drawn, axis.size, axis.rank).clone()  # so that the whole is freed
@@ -84,20 +84,19 @@ def apply_drops(input: Tensor, drops: Tensor, p: float, inplace: bool = False) -
     return input.mul_(drops) if inplace else input * drops
 
 
-def _whole_layout(local: Tensor, dim: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a new tensor like the whole one; its dims lie in memory in the order of those of a part."""
+def _whole_layout(local: Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a new tensor of that shape, whose dims lie in memory in the order of those of a part."""
     own_shape, stride = local.shape, list(local.stride())
     for i in reversed(range(local.dim())):  # an expanded dim stays where it stands
         if stride[i] == 0 and own_shape[i] > 1:
             stride[i] = stride[i + 1] * own_shape[i + 1] if i + 1 < local.dim() else 1
     # Of equal strides that of a dim of one element is the inner one.
     inner_first = sorted(range(local.dim()), key=lambda i: (-stride[i], own_shape[i] == 1, i), reverse=True)
-    shape = [n * size if i == dim else n for i, n in enumerate(own_shape)]
     num_inner = 1
     for i in inner_first:
         stride[i] = num_inner
         num_inner *= shape[i]
-    return tuple(shape), tuple(stride)
+    return shape, tuple(stride)
 
 
 # ---------------------------------------------------------------------------------------------------- other numbers

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import REPLICATE, Partial, Placement
-from lightning_3d.tensor.rules.function import Function, map_tensors, tensors_in
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import REPLICATE, Partial, Placement
+from lightning_3d.sharding.rules.function import Function, map_tensors, tensors_in
 from lightning_3d.torch_internals.dispatch import SET_DATA, is_in_place
 
 

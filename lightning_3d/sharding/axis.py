@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Protocol
 
 import torch
@@ -12,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.sharding.pieces import by_rank, exchanged, in_order, padded
+from lightning_3d.sharding.placement import Shard, full_shape
 from lightning_3d.torch_internals import dtensor
 from lightning_3d.torch_internals.capture import is_captured
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 
 
 def sent_bytes(kind: Kind, num_bytes: int, size: int) -> int:
-    """Bytes that each of `size` ranks sends of a full tensor of `num_bytes`, by ring algorithms."""
+    """Bytes that each of `size` ranks sends of a full tensor of `num_bytes`, by ring algorithms; no all-to-all."""
     return num_bytes * (size - 1) // size * (2 if kind == "all-reduce" else 1)
 
 
@@ -37,17 +40,20 @@ class Axis(Protocol):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks; a contiguous `tensor` that nobody else reads, as it may be overwritten."""
 
-    def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        """The shards of all ranks one after the other along `dim`; contiguous."""
+    def all_gather(self, local: Tensor, at: Shard) -> Tensor:
+        """The shards of all ranks one after the other; contiguous."""
 
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's shard along `dim` of the sum over the ranks."""
+    def reduce_scatter(self, tensor: Tensor, at: Shard) -> Tensor:
+        """This rank's shard of the sum over the ranks; contiguous."""
+
+    def all_to_all(self, local: Tensor, source: Shard, target: Shard) -> Tensor:
+        """This rank's shard of the same tensor as it is cut then; contiguous."""
 
     def of_first_rank(self, tensor: Tensor) -> Tensor:
         """The tensor of the first rank, whose others are about the same; new, contiguous, outside of autograd."""
 
-    def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
-        """Note that the backward of `result` communicates the gradient of a full `tensor`."""
+    def expect_backward(self, result: Tensor, kind: Kind, num_bytes: int) -> None:
+        """Note that in the backward of `result` each rank sends `num_bytes`."""
 
 
 class MeshAxis:
@@ -74,23 +80,37 @@ class MeshAxis:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        local = local.contiguous()
+    def all_gather(self, local: Tensor, at: Shard) -> Tensor:
+        local = padded(local, at)
         if is_captured(local):
             every: Tensor = dtensor.all_gather_single(local, 0, self._group)
         else:
             every = local.new_empty(self.size * local.shape[0], *local.shape[1:])
             dist.all_gather_single(every, local, group=self._group)
-        return every if dim == 0 else torch.cat(every.chunk(self.size), dim)
+        return in_order(every, at, self.size)
 
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
+    def reduce_scatter(self, tensor: Tensor, at: Shard) -> Tensor:
+        full = by_rank(tensor, at, self.size)
         if is_captured(full):
             summed: Tensor = dtensor.reduce_scatter_single(full, "sum", 0, self._group)
-            return summed
-        own = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
-        dist.reduce_scatter_single(own, full, group=self._group)
-        return own
+        else:
+            summed = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
+            dist.reduce_scatter_single(summed, full, group=self._group)
+        return summed if at.lengths is None else summed.narrow(at.dim, 0, at.lengths[self.rank]).contiguous()
+
+    def all_to_all(self, local: Tensor, source: Shard, target: Shard) -> Tensor:
+        shape = full_shape(local.shape, source, self.size)
+        sent, shapes = exchanged(shape, source, target, self.size, self.rank)
+        pieces = [piece.reshape(-1) for piece in local.split(sent, target.dim)]
+        lengths, counts = [math.prod(shape) for shape in shapes], [piece.numel() for piece in pieces]
+        flat = torch.cat(pieces)
+        if is_captured(flat):
+            got: Tensor = dtensor.all_to_all_single(flat, lengths, counts, self._group)
+        else:
+            got = flat.new_empty(sum(lengths))
+            dist.all_to_all_single(got, flat, lengths, counts, group=self._group)
+        came = [piece.view(shape) for piece, shape in zip(got.split(lengths), shapes, strict=True)]
+        return torch.cat(came, source.dim)
 
     def of_first_rank(self, tensor: Tensor) -> Tensor:
         if is_captured(tensor):
@@ -99,5 +119,5 @@ class MeshAxis:
         dist.broadcast(copied, group=self._group, group_src=0)
         return copied
 
-    def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
+    def expect_backward(self, result: Tensor, kind: Kind, num_bytes: int) -> None:
         """Nothing: what the backward communicates is seen when it runs."""

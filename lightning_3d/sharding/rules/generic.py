@@ -8,11 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Shard, in_parts
-from lightning_3d.tensor.rules.call import PARTIAL, LocalCall, TorchCall
-from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
-from lightning_3d.tensor.sharded_tensor import placement_of
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import (
+    REPLICATE_PARTIAL_GRAD,
+    InterleavedShard,
+    Placement,
+    Shard,
+    Sharded,
+    lengths_of,
+)
+from lightning_3d.sharding.rules.call import PARTIAL, LocalCall, TorchCall
+from lightning_3d.sharding.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
+from lightning_3d.sharding.sharded_tensor import placement_of
 
 _OF_ANY_LENGTHS = {
     *("abs", "add", "clamp", "clone", "contiguous", "cos", "div", "exp", "float", "log", "logical_not"),
@@ -30,47 +37,57 @@ def generic(call: TorchCall, axis: Axis) -> LocalCall | None:
         call: Some of its tensors are sharded.
         axis: The axis that they are sharded over.
     """
-    form, sizes = _looked_up(call, axis.size)
+    placements = {placement for tensor in call.tensors if (placement := placement_of(tensor)) is not None}
+    alike = {placement.at(0) for placement in placements}  # but for the dim
+    form = _looked_up(call, alike.copy().pop(), axis.size) if len(alike) == 1 else None
     if form is None:
         return None
-    tensors = call.tensors
+    (lie,), tensors = alike, call.tensors
     input_placements: list[Placement] = []
     for tensor, cut in zip(tensors, form.cuts, strict=True):
         placement = placement_of(tensor)
         if placement is not None:
             input_placements.append(placement)
         else:
-            input_placements.append(REPLICATE_PARTIAL_GRAD if cut is None else in_parts(cut, sizes, axis.size))
+            input_placements.append(REPLICATE_PARTIAL_GRAD if cut is None else lie.at(cut))
     run = call.run
     if form.local_shape is not None:
         run = functools.partial(call_locally, call.function, form.local_shape)
     if form.is_mean:
         run = functools.partial(_mean, run, axis.size)
-    result = tuple([PARTIAL if dim is None else in_parts(dim, sizes, axis.size) for dim in form.dims])
+    result = tuple([PARTIAL if dim is None else lie.at(dim) for dim in form.dims])
     return LocalCall(tensors=tensors, input_placements=tuple(input_placements), run=run, result=result)
 
 
-def _looked_up(call: TorchCall, size: int) -> tuple[LocalForm | None, tuple[int, ...]]:
-    """The form, and the sizes of the parts of what is sharded, if it has any."""
-    placements = [placement for tensor in call.tensors if (placement := placement_of(tensor)) is not None]
-    parts = {placement.sizes if isinstance(placement, InterleavedShard) else () for placement in placements}
-    if len(parts) != 1:
-        return None, ()
-    lengths = _Renamed(size) if call.name in _OF_ANY_LENGTHS else None
+def _looked_up(call: TorchCall, lie: Sharded, size: int) -> LocalForm | None:
+    """The form of a call whose sharded operands lie so, on whatever dims."""
+    lengths: dict[int, int] | None = _Renamed(size) if call.name in _OF_ANY_LENGTHS else None
+    uneven = None
+    if (shards := lengths_of(lie)) is not None:  # decided as for even shards, of another length than any dim has
+        uneven = size * max(length for tensor in call.tensors for length in (1, *tensor.shape)) + size
+        lengths = _Kept() if lengths is None else lengths
+        lengths[sum(shards)] = uneven
     operand = functools.partial(_operand, lengths)
     try:
         args, kwargs = signature(call.args, operand), signature(call.kwargs, operand)
-        return local_form(call.function, args, kwargs, size), next(iter(parts))
+        return local_form(call.function, args, kwargs, size, uneven)
     except TypeError:  # an argument that can't be hashed
-        return None, ()
+        return None
 
 
-def _operand(lengths: _Renamed | None, tensor: Tensor) -> Operand:
+def _operand(lengths: dict[int, int] | None, tensor: Tensor) -> Operand:
     placement = placement_of(tensor)
     shape = tensor.shape if lengths is None else tuple([lengths[length] for length in tensor.shape])
     if isinstance(placement, InterleavedShard):
         return Operand(shape, tensor.dtype, tensor.device, placement.dim, placement.sizes)
     return Operand(shape, tensor.dtype, tensor.device, placement.dim if isinstance(placement, Shard) else None)
+
+
+class _Kept(dict[int, int]):
+    """Lengths of dims as they are, but for those that are given."""
+
+    def __missing__(self, length: int) -> int:
+        return length
 
 
 class _Renamed(dict[int, int]):

@@ -14,11 +14,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Shard
-from lightning_3d.tensor.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall, on_whole
-from lightning_3d.tensor.rules.function import Function, function_name
-from lightning_3d.tensor.sharded_tensor import shard_dim
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Shard
+from lightning_3d.sharding.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall, on_whole
+from lightning_3d.sharding.rules.function import Function, function_name
+from lightning_3d.sharding.sharded_tensor import shard_dim
 
 
 def on_channels(call: TorchCall, axis: Axis) -> LocalCall | None:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.rules.watched_ops import WatchedOps
+from lightning_3d.sharding.rules.function import Function, tensors_in
+from lightning_3d.sharding.rules.watched_ops import WatchedOps
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.dtensor import NoRule, ShardingRules
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
@@ -121,7 +121,7 @@ def signature(value: Any, operand: Callable[[Tensor], Operand]) -> Any:
 
 
 @functools.lru_cache(_MAX_SIGNATURES)
-def local_form(function: Function, args: Any, kwargs: Any, size: int) -> LocalForm | None:
+def local_form(function: Function, args: Any, kwargs: Any, size: int, uneven: int | None = None) -> LocalForm | None:
     """Decide for one signature.
 
     Args:
@@ -129,6 +129,7 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int) -> LocalFo
         args: Signature of its positional arguments.
         kwargs: Signature of its keyword arguments.
         size: Length of the axis.
+        uneven: The length of a dim whose shards are unequal, as of equal ones; None if they are equal.
 
     Returns:
         None if the call has no local form.
@@ -138,7 +139,7 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int) -> LocalFo
         rules = _rules(size)
         try:
             with on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
-                return _decide(function, args, kwargs, rules, size)
+                return _decide(function, args, kwargs, rules, size, uneven)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever the call raises on fake tensors, DTensor or the call itself then says why
@@ -148,7 +149,9 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int) -> LocalFo
 _rules = functools.cache(ShardingRules)
 
 
-def _decide(function: Function, args: Any, kwargs: Any, rules: ShardingRules, size: int) -> LocalForm:
+def _decide(
+    function: Function, args: Any, kwargs: Any, rules: ShardingRules, size: int, uneven: int | None
+) -> LocalForm:
     operands = list(_operands((args, kwargs)))
     fakes = [_fake(operand.shape, operand) for operand in operands]
     has_parts = any(operand.sizes is not None for operand in operands)
@@ -170,6 +173,10 @@ def _decide(function: Function, args: Any, kwargs: Any, rules: ShardingRules, si
     results = _call_on_shards(function, args, kwargs, _shards(operands, form, size), form)
     if [tuple(tensor.shape) for tensor in results] != own_shapes:
         raise NoRule("its result on shards is not the shard of its result")
+    if uneven is not None:
+        lengths = {leaf.shape[dim] for leaf, dim in zip(outputs, dims, strict=True) if dim is not None}
+        if local_shape is not None or form.is_mean or lengths - {uneven}:
+            raise NoRule("what it gives depends on the lengths of shards")
     return form
 
 

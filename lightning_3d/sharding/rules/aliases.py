@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall
-from lightning_3d.tensor.rules.contraction import is_weight
-from lightning_3d.tensor.rules.function import tensors_in
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall
+from lightning_3d.sharding.rules.contraction import is_weight
+from lightning_3d.sharding.rules.function import tensors_in
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 
 AliasDims = tuple[int | None, ...]
 """By dim of an alias: the dim of the weight behind it; None where it was indexed away."""

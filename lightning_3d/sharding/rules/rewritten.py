@@ -1,8 +1,8 @@
-"""Functions that torch hands over as one call, in calls that tensor parallel understands.
+"""Functions that torch hands over as one call, in calls that have sharded forms.
 
 ``F.multi_head_attention_forward``, what ``nn.MultiheadAttention`` calls, flattens the batch and its heads into one dim;
 here it works on ``[batch, heads, ...]``. Of ``F.glu`` the two halves of the input are the parts of one projection.
-Planning and execution run these in their place.
+Losses with a reduction are sums of rows over a count (`losses`). Planning and execution run these in their place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.sharding.rules.function import Function
+from lightning_3d.sharding.rules.losses import as_rows_over_count
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -27,7 +28,7 @@ def rewritten(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
     if function is F.glu:
         return gated
     if function is not F.multi_head_attention_forward:
-        return None
+        return as_rows_over_count(function, args, kwargs)
     arguments = _SIGNATURE.bind(*args, **kwargs).arguments
     is_supported = all(arguments.get(name) in (None, False) for name in _UNSUPPORTED)
     return multi_head_attention if is_supported else None

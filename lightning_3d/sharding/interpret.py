@@ -1,4 +1,4 @@
-"""Answering the calls of a block's code that have sharded tensors among their arguments.
+"""Answering the calls of user code that have sharded tensors among their arguments.
 
 The one place where [Note: replicated is plain] becomes fact: a rule of the table says how every rank makes a call
 (`LocalCall`), and the interpreter makes its operands what they have to be, runs it and wraps the results. Whether
@@ -7,25 +7,24 @@ anything is communicated is the axis's affair.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import repeat
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.activations.collective_mode import unseen_by_checkpoints
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
-from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Partial, Placement, Replicate, Shard, Sharded
-from lightning_3d.tensor.rules.call import InputPlacement, LocalCall, RunningStatistic, TorchCall, on_whole
-from lightning_3d.tensor.rules.function import (
+from lightning_3d.sharding import collectives
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Partial, Placement, Replicate, Sharded
+from lightning_3d.sharding.rules.call import PARTIAL, InputPlacement, LocalCall, RunningStatistic, TorchCall, on_whole
+from lightning_3d.sharding.rules.function import (
     DECIDES,
     MEMORY,
     METADATA,
@@ -35,12 +34,11 @@ from lightning_3d.tensor.rules.function import (
     map_tensors,
     simplified,
 )
-from lightning_3d.tensor.rules.generic import generic
-from lightning_3d.tensor.rules.rewritten import rewritten
-from lightning_3d.tensor.rules.table import RULES
-from lightning_3d.tensor.running_statistics import RunningStatistics
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, GatheredSequence, is_along
-from lightning_3d.tensor.sharded_tensor import UNSEEN, ShardedTensor, shard_dim
+from lightning_3d.sharding.rules.generic import generic
+from lightning_3d.sharding.rules.rewritten import rewritten
+from lightning_3d.sharding.rules.table import RULES
+from lightning_3d.sharding.running_statistics import RunningStatistics
+from lightning_3d.sharding.sharded_tensor import UNSEEN, ShardedTensor, shard_dim
 from lightning_3d.torch_internals.dispatch import SET_DATA, DisableTorchFunction, function_modes
 from lightning_3d.torch_internals.modules import buffers_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
@@ -48,18 +46,15 @@ from lightning_3d.torch_internals.tensors import version_of
 
 T = TypeVar("T")
 
-_SHARDED = (ShardedTensor, DTensor)
-
 _OF_AUTOGRAD = frozenset({"backward", "register_hook", "retain_grad", "__set__"})
 """Calls that change a tensor's place in the graph."""
 
 
 class Interpreter(TorchFunctionMode):
-    """Active during one forward of one block.
+    """Active while code runs on shards, such as one forward of one block.
 
     Args:
-        axis: The axis that the block is sharded over.
-        sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
+        axis: The axis that tensors are sharded over.
         data_dependent_routing: Whether data decides which weights a row meets, or which calls are made. Then what is
             decided on plain tensors is decided on those of the first rank: they are computed on every rank, and kernels
             that add in any order, or that each rank tunes for itself, round differently.
@@ -68,14 +63,18 @@ class Interpreter(TorchFunctionMode):
     sees_all = False
     """Whether calls are answered that have no sharded tensor among their arguments, too."""
 
-    def __init__(self, axis: Axis, sequence: torch.Size | None = None, *, data_dependent_routing: bool = False) -> None:
+    kinds: ClassVar[tuple[type[Tensor], ...]] = (ShardedTensor,)
+    """Classes of the tensors of which a rank has a part."""
+
+    remedy: ClassVar[str] = "run it outside of what is sharded"
+    """The end of a message on a call that can't run on shards: what users can do about it."""
+
+    def __init__(self, axis: Axis, *, data_dependent_routing: bool = False) -> None:
         super().__init__()
-        self.axis, self.sequence, self._data_dependent_routing = axis, sequence, data_dependent_routing
+        self.axis, self._data_dependent_routing = axis, data_dependent_routing
         self.statistics = RunningStatistics(axis)
         """To be entered with this mode."""
-        self._entered: _ByTensor[Tensor] = _ByTensor()
-        self._gathered: defaultdict[object, _ByTensor[GatheredSequence]] = defaultdict(_ByTensor)
-        """By whether autograd records, and what autocast casts to."""
+        self._entered: ByTensor[Tensor] = ByTensor()
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -83,7 +82,7 @@ class Interpreter(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == SET_DATA and isinstance(args[0], nn.Parameter):
             raise PlanError("parameter.data = ... inside of a block would change this forward's shard alone: use copy_")
-        if not (self.sees_all or _holds(args) or (kwargs and _holds(kwargs.values()))):
+        if not (self.sees_all or self._holds(args) or (kwargs and self._holds(kwargs.values()))):
             if self._data_dependent_routing and function_name(func) in DECIDES:
                 args, kwargs = map_tensors(self._of_first_rank, (args, kwargs))
             return func(*args, **kwargs)
@@ -97,8 +96,6 @@ class Interpreter(TorchFunctionMode):
 
     def dispatch(self, call: TorchCall) -> Any:
         """The result of a call, some of whose tensors are sharded."""
-        if any(isinstance(tensor, DTensor) for tensor in call.tensors):
-            call = call.mapped(self._of_parameter)
         if not any(isinstance(tensor, ShardedTensor) for tensor in call.tensors):
             return self.run_plain(call)
         for rule in RULES.get(call.name, ()):
@@ -116,7 +113,7 @@ class Interpreter(TorchFunctionMode):
         """Answer a custom autograd function on whole tensors, as its backward is code of its own; those of torch and of
         this package make and read shards themselves.
         """
-        if is_own(cls.__module__) or not (_holds(args) or _holds(kwargs.values())):
+        if is_own(cls.__module__) or not (self._holds(args) or self._holds(kwargs.values())):
             return function(*args, **kwargs)
         with DisableTorchFunction():  # this mode included
             call = TorchCall(function, cls.__name__, args, kwargs)
@@ -126,8 +123,8 @@ class Interpreter(TorchFunctionMode):
         """A call that no rule answers."""
         if call.name in MEMORY:
             raise PlanError(
-                f"{call.name} asks for the memory of a tensor of which tensor parallel leaves this rank a part. Return"
-                " the tensor from the block and ask there, or let tensor.plan replicate the block's weights."
+                f"{call.name} asks for the memory of a tensor of which this rank has a part. Return the tensor from the"
+                f" block and ask there, or {self.remedy}."
             )
         changed = call.destination
         is_refused = call.name in ON_WHOLE or (changed is not None and not isinstance(changed, ShardedTensor))
@@ -183,40 +180,36 @@ class Interpreter(TorchFunctionMode):
     ) -> Tensor:
         """An operand as a call needs it."""
         if isinstance(input_placement, Replicate):
-            return self._read_by_each(tensor, contexts) if input_placement.sums_gradients else self.whole(tensor)
+            return self.read_by_each(tensor, contexts) if input_placement.sums_gradients else self.whole(tensor)
         if isinstance(input_placement, RunningStatistic):
             return self.statistics.own(tensor, changes=input_placement.changes)
         if isinstance(tensor, ShardedTensor) and tensor.placement == input_placement:
             return tensor.own()
         assert not isinstance(input_placement, Partial)
-        return collectives.cut(self.whole(tensor), self.axis, input_placement)
+        if isinstance(tensor, ShardedTensor):
+            return self.moved(tensor, input_placement)
+        return collectives.redistribute(tensor, self.axis, REPLICATE, input_placement)
 
-    def _read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
-        """All of a tensor, whose gradient is the sum of what the ranks have; alike for all calls that read it."""
-        if isinstance(tensor, ShardedTensor) and self.is_slice_of_sequence(tensor):
-            gathered = self._sequence_of(tensor)
-            contexts.append(gathered.not_saved())
-            return gathered.whole
-        whole = self.whole(tensor)
-        if not whole.requires_grad or not torch.is_grad_enabled():
-            return whole
-        return self._entered.get(whole, lambda: collectives.identity_forward_all_reduce_backward(whole, self.axis))
+    def read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
+        """All of a tensor, whose gradient is the sum of what the ranks have; alike for all calls that read it.
 
-    def is_slice_of_sequence(self, tensor: ShardedTensor) -> bool:
-        return tensor.placement == Shard(SEQUENCE_DIM) and is_along(tensor, self.sequence)
-
-    def _sequence_of(self, tensor: ShardedTensor) -> GatheredSequence:
-        kind = tensor.device.type
-        casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        gathered = self._gathered[torch.is_grad_enabled(), casts_to]
-        return gathered.get(tensor.local, lambda: GatheredSequence(tensor.own(), self.axis))
+        Args:
+            contexts: Gets what the calls run in.
+        """
+        if isinstance(tensor, ShardedTensor):
+            return self.moved(tensor, REPLICATE_PARTIAL_GRAD)
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        read = partial(collectives.redistribute, tensor, self.axis, REPLICATE, REPLICATE_PARTIAL_GRAD)
+        return self._entered.get(tensor, read)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """A tensor that is sharded in any way as a plain one in its original order; a plain one as it is."""
-        if not isinstance(tensor, ShardedTensor):
-            return tensor
-        is_kept = not self.is_slice_of_sequence(tensor)
-        return collectives.gather(tensor.own(), self.axis, tensor.placement, is_kept=is_kept)
+        return self.moved(tensor, REPLICATE) if isinstance(tensor, ShardedTensor) else tensor
+
+    def moved(self, tensor: ShardedTensor, target: Placement) -> Tensor:
+        """This rank's part of a sharded tensor as it lies elsewhere."""
+        return collectives.redistribute(tensor.own(), self.axis, tensor.placement, target)
 
     def gathered(self, output: Any, unused_outputs: frozenset[int]) -> Any:
         """A block's output as plain tensors, but for evenly sharded leaves, by position, that nothing reads."""
@@ -249,25 +242,22 @@ class Interpreter(TorchFunctionMode):
         """A sharded tensor of this rank's part."""
         return ShardedTensor(own, self.axis, placement, is_weight=is_weight)
 
-    def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
-        """The sum of what the ranks computed, or this rank's slice of it along the sequence."""
-        if local.weight is not None and is_along(partial, self.sequence):
-            own = collectives.scatter(partial, self.axis, SEQUENCE_DIM)
-            return ShardedTensor(own, self.axis, Shard(SEQUENCE_DIM))
-        return collectives.reduce(partial, self.axis)
+    def sum(self, summand: Tensor, local: LocalCall) -> Tensor:
+        """The sum of what the ranks computed, a fresh result of this call."""
+        return collectives.redistribute(summand, self.axis, PARTIAL, REPLICATE)
 
     def _of_first_rank(self, tensor: Tensor) -> Tensor:
         return collectives.of_first_rank(tensor, self.axis) if tensor.is_floating_point() else tensor
 
-    def _of_parameter(self, tensor: Tensor) -> Tensor:
-        """Parameters that reach a call past their module, as those of recurrent layers do."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        placement, own = tensor.placements[0], collectives.own_shard(tensor)
-        if placement.is_replicate():
-            return own
-        at = Shard(placement.dim)  # type: ignore[attr-defined]  # no partial parameters
-        return ShardedTensor(own, self.axis, at, is_weight=True)
+    def _holds(self, values: Any) -> bool:
+        """Whether arguments hold a sharded tensor, at most one list deep as torch functions take them."""
+        kinds = self.kinds
+        for value in values:
+            if isinstance(value, kinds):
+                return True
+            if isinstance(value, (list, tuple)) and any(isinstance(item, kinds) for item in value):
+                return True
+        return False
 
 
 def _run(local: LocalCall, operands: Sequence[Tensor], contexts: Sequence[AbstractContextManager[Any]]) -> Any:
@@ -277,17 +267,7 @@ def _run(local: LocalCall, operands: Sequence[Tensor], contexts: Sequence[Abstra
         return local.run(*operands)
 
 
-def _holds(values: Any) -> bool:
-    """Whether arguments hold a sharded tensor, at most one list deep as torch functions take them."""
-    for value in values:
-        if isinstance(value, _SHARDED):
-            return True
-        if isinstance(value, (list, tuple)) and any(isinstance(item, _SHARDED) for item in value):
-            return True
-    return False
-
-
-class _ByTensor(Generic[T]):
+class ByTensor(Generic[T]):
     """A cache of values made of tensors: one per tensor, until the tensor is changed in place."""
 
     def __init__(self) -> None:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Sharded
-from lightning_3d.tensor.rules.call import PARTIAL, LocalCall, TorchCall
-from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.sharded_tensor import placement_of
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Sharded
+from lightning_3d.sharding.rules.call import PARTIAL, LocalCall, TorchCall
+from lightning_3d.sharding.rules.function import Function
+from lightning_3d.sharding.sharded_tensor import placement_of
 from lightning_3d.torch_internals.autocast import as_autocast
 
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Shard
-from lightning_3d.tensor.rules.call import PARTIAL, LocalCall, TorchCall
-from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD, InterleavedShard, Placement, Shard
+from lightning_3d.sharding.rules.call import PARTIAL, LocalCall, TorchCall
+from lightning_3d.sharding.rules.function import EXPERTS_MATMULS
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
 from lightning_3d.torch_internals.autocast import as_autocast
 
 _BATCHED_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)

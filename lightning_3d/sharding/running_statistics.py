@@ -12,8 +12,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Shard
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Shard
 from lightning_3d.torch_internals.autograd import StopRecomputation
 
 
@@ -52,7 +52,7 @@ class RunningStatistics:
 
     def _complete(self, buffers: Sequence[Tensor]) -> None:
         own = torch.cat([self.own(buffer, changes=False) for buffer in buffers])
-        every = self._axis.all_gather(own, 0)
+        every = self._axis.all_gather(own, Shard(0))
         lengths = [buffer.shape[0] // self._axis.size for buffer in buffers]
         for buffer, values in zip(buffers, every.view(self._axis.size, -1).split(lengths, 1), strict=True):
             buffer.data.copy_(values.flatten())

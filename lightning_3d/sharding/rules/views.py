@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Shard, Sharded, in_parts
-from lightning_3d.tensor.rules.call import LocalCall, TorchCall
-from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, parts_of, placement_of, shard_dim
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import Shard, Sharded, chunked, in_parts, lengths_of
+from lightning_3d.sharding.rules.call import LocalCall, TorchCall
+from lightning_3d.sharding.rules.function import Function, tensors_in
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, parts_of, placement_of, shard_dim
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow", "__getitem__"})
 
@@ -89,6 +89,32 @@ def merge_into_parts(call: TorchCall, axis: Axis) -> LocalCall | None:
         at = _place(new, math.prod(old[:first]), count * length, math.prod(old[dim + 1 :]))
         if at is not None and count > 1:
             return _reshape(call, Shard(dim), new, in_parts(at, (length,) * count, axis.size), axis)
+    return None
+
+
+def view_units(call: TorchCall, axis: Axis) -> LocalCall | None:
+    """A view that opens the sharded dim into units such as heads, of which ranks may get unequal numbers, or joins it.
+
+        [batch, tokens, 6 heads * 64]  ->  [batch, tokens, 6 heads, 64]        on 4 ranks 2, 2, 2 and no heads
+
+    What the ranks have of an evenly sharded dim is moved until each has whole units.
+    """
+    at = placement_of(call.first)
+    new = viewed_shape(call) if isinstance(at, Shard) else None
+    if not isinstance(at, Shard) or new is None:
+        return None
+    old, dim = tuple(call.args[0].shape), at.dim
+    before, length = math.prod(old[:dim]), old[dim]
+    for to, count in enumerate(new):
+        if math.prod(new[:to]) != before or not count:
+            continue
+        if count % length == 0 and at.lengths is not None:  # it stays, or what follows it is joined to it
+            return _reshape(call, at, new, at.scaled(to, count, length), axis)
+        if length % count == 0 and count >= axis.size and (at.lengths is not None or count % axis.size):
+            unit = length // count
+            is_whole = at.lengths is not None and not any(own % unit for own in at.lengths)
+            units = at.scaled(to, 1, unit) if is_whole else chunked(to, count, axis.size)
+            return _reshape(call, units.scaled(dim, unit), new, units, axis)
     return None
 
 
@@ -166,21 +192,21 @@ def _is_plain(item: object) -> bool:
 
 
 def make_alike(call: TorchCall, axis: Axis) -> LocalCall | None:
-    """A tensor of constants made beside one that is evenly sharded, ``x.new_zeros(...)``, which is sharded alike."""
-    dim = shard_dim(call.args[0]) if len(call.args) > 1 else None
-    if dim is None or "size" in call.kwargs:
+    """A tensor of constants made beside one that is sharded, ``x.new_zeros(...)``, which is sharded alike."""
+    at = placement_of(call.first)
+    if not isinstance(at, Shard) or len(call.args) < 2 or "size" in call.kwargs:
         return None
+    dim = at.dim
     tensor, is_listed = call.args[0], isinstance(call.args[1], list | tuple)
     sizes = [int(size) for size in (call.args[1] if is_listed else call.args[1:])]
     if len(sizes) != tensor.dim() or sizes[dim] != tensor.shape[dim]:
         return None
-    sizes[dim] //= axis.size
     values = call.args[2:] if is_listed else ()
 
     def run(local: Tensor) -> Any:
-        return call.function(local, sizes, *values, **call.kwargs)
+        return call.function(local, _with(sizes, dim, local.shape[dim]), *values, **call.kwargs)
 
-    return LocalCall(tensors=(tensor,), input_placements=(Shard(dim),), run=run, result=Shard(dim))
+    return LocalCall(tensors=(tensor,), input_placements=(at,), run=run, result=at)
 
 
 def _reshape(
@@ -192,7 +218,8 @@ def _reshape(
     epilogue: tuple[int, ...] | None = None,
 ) -> LocalCall:
     """A view of the only tensor; `shape` is the full result's."""
-    local_shape = _with(shape, result.dim, shape[result.dim] // axis.size)
+    bounds = Shard(result.dim, lengths_of(result)).bounds(shape[result.dim], axis.size)
+    local_shape = _with(shape, result.dim, bounds[axis.rank + 1] - bounds[axis.rank])
     return LocalCall(
         tensors=(call.args[0],),
         input_placements=(at,),

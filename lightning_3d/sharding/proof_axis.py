@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.placement import Shard, full_shape
 from lightning_3d.torch_internals.capture import is_captured
 
 T = TypeVar("T")
@@ -81,22 +82,31 @@ class ProofAxis(MeshAxis):
         self.sync_check("all-reduce", tensor)
         return super().all_reduce(tensor)
 
-    def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        self.sync_check(f"all-gather {dim}", local)
-        return super().all_gather(local, dim)
+    def all_gather(self, local: Tensor, at: Shard) -> Tensor:
+        self.sync_check(f"all-gather {at}", local, at)
+        return super().all_gather(local, at)
 
-    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        self.sync_check(f"reduce-scatter {dim}", tensor)
-        return super().reduce_scatter(tensor, dim)
+    def reduce_scatter(self, tensor: Tensor, at: Shard) -> Tensor:
+        self.sync_check(f"reduce-scatter {at}", tensor)
+        return super().reduce_scatter(tensor, at)
+
+    def all_to_all(self, local: Tensor, source: Shard, target: Shard) -> Tensor:
+        self.sync_check(f"all-to-all {source} {target}", local, source)
+        return super().all_to_all(local, source, target)
 
     def of_first_rank(self, tensor: Tensor) -> Tensor:
         self.sync_check("broadcast", tensor)
         return super().of_first_rank(tensor)
 
-    def sync_check(self, what: str, tensor: Tensor | None = None) -> None:
-        """Go on if all ranks do the same next; compiled code, which is made for all of them, is not asked."""
+    def sync_check(self, what: str, tensor: Tensor | None = None, at: Shard | None = None) -> None:
+        """Go on if all ranks do the same next; compiled code, which is made for all of them, is not asked.
+
+        Args:
+            at: How the tensor is cut; None if it is whole.
+        """
         if tensor is None or not is_captured(tensor):
-            described = what if tensor is None else f"{what} {tuple(tensor.shape)} {tensor.dtype}"
+            shape = () if tensor is None else tensor.shape if at is None else full_shape(tensor.shape, at, self.size)
+            described = what if tensor is None else f"{what} {tuple(shape)} {tensor.dtype}"
             self._sync_check(zlib.crc32(described.encode()))
 
     def _sync_check(self, number: int) -> None:
@@ -104,4 +114,4 @@ class ProofAxis(MeshAxis):
             raise _OthersStop(_STOPS)
 
 
-_STOPS = "the ranks of the tp group do not make the same collectives"
+_STOPS = "the ranks of the axis do not make the same collectives"

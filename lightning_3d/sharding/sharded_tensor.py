@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import InterleavedShard, Shard, Sharded
+from lightning_3d.sharding.axis import Axis
+from lightning_3d.sharding.placement import InterleavedShard, Shard, Sharded, full_shape
 from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, set_gradient_hooks
 
 UNSEEN = (
-    "a sharded activation was used where tensor parallel does not see it: by code that bypasses torch's function "
+    "a sharded activation was used where the calls of shards are not seen: by code that bypasses torch's function "
     "modes, or after the block's forward"
 )
 
@@ -64,8 +64,7 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, axis: Axis, placement: Sharded, *, is_weight: bool = False) -> ShardedTensor:
-        own, dim = local.shape, placement.dim
-        shape = (*own[:dim], own[dim] * axis.size, *own[dim + 1 :])
+        shape = full_shape(local.shape, placement, axis.size)
         sharded = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
         sharded.local, sharded.axis, sharded.placement, sharded.is_weight = local, axis, placement, is_weight
         if local.requires_grad:
@@ -104,6 +103,12 @@ def placement_of(tensor: object) -> Sharded | None:
 
 def shard_dim(tensor: object) -> int | None:
     """The dim that a tensor is evenly sharded on; None for a plain tensor or any other placement."""
+    placement = placement_of(tensor)
+    return placement.dim if type(placement) is Shard and placement.lengths is None else None
+
+
+def cut_dim(tensor: object) -> int | None:
+    """The dim that a tensor is sharded on, evenly or not; None for a plain tensor, and for one in parts."""
     placement = placement_of(tensor)
     return placement.dim if type(placement) is Shard else None
 

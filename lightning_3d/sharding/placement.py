@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -46,17 +47,30 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One dim is cut into equal consecutive shards."""
+    """One dim is cut into consecutive shards."""
 
     dim: int
 
+    lengths: tuple[int, ...] | None = None
+    """By rank the length of its shard, 0 among them; None: all are equal."""
+
     def at(self, dim: int) -> Shard:
         """The same with another dim cut."""
-        return Shard(dim)
+        return Shard(dim, self.lengths)
+
+    def scaled(self, dim: int, factor: int, divisor: int = 1) -> Shard:
+        """Shards of a dim with `factor` elements for `divisor` of this one."""
+        if self.lengths is None:
+            return Shard(dim)
+        return Shard(dim, tuple([length * factor // divisor for length in self.lengths]))
 
     def own(self, full: Tensor, size: int, rank: int) -> Tensor:
         """One rank's part of a full tensor, a view."""
-        return full.chunk(size, self.dim)[rank]
+        return full.chunk(size, self.dim)[rank] if self.lengths is None else full.split(self.lengths, self.dim)[rank]
+
+    def bounds(self, full_length: int, size: int) -> tuple[int, ...]:
+        """Where the shards of a dim of this length begin, and its end."""
+        return (0, *accumulate(self.lengths or (full_length // size,) * size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +109,23 @@ class InterleavedShard:
         return torch.cat([piece for part in zip(*ranks, strict=True) for piece in part], self.dim)
 
 
+def chunked(dim: int, length: int, size: int) -> Shard:
+    """A dim of any length as ``torch.chunk`` cuts it: the last ranks' shards may be shorter, or empty."""
+    if length % size == 0:
+        return Shard(dim)
+    longest = -(-length // size)
+    return Shard(dim, tuple([min(max(length - rank * longest, 0), longest) for rank in range(size)]))
+
+
 Sharded = Shard | InterleavedShard
 """Every rank has a part of one dim."""
+
+
+def full_shape(local: Sequence[int], placement: Sharded, size: int) -> tuple[int, ...]:
+    """The shape of the tensor of which a rank has a part of this shape."""
+    dim, lengths = placement.dim, placement.lengths if isinstance(placement, Shard) else None
+    return (*local[:dim], local[dim] * size if lengths is None else sum(lengths), *local[dim + 1 :])
+
 
 Placement = Replicate | Shard | InterleavedShard | Partial
 
@@ -104,6 +133,11 @@ REPLICATE = Replicate()
 
 REPLICATE_PARTIAL_GRAD = Replicate(sums_gradients=True)
 """A replicated input of computations that differ by rank: its gradient is partial."""
+
+
+def lengths_of(placement: object) -> tuple[int, ...] | None:
+    """The lengths of a tensor's shards; None where they are equal, and for what is not sharded."""
+    return placement.lengths if isinstance(placement, Shard) else None
 
 
 def in_parts(dim: int, sizes: Sequence[int], num_ranks: int) -> Sharded:
