@@ -26,7 +26,7 @@ class Patch(NamedTuple):
 
 PROCESS_WIDE: Mapping[str, Patch] = {
     "truncated normals": Patch(
-        "torch.nn.init", "_no_grad_trunc_normal_", "draws until values that a rank lacks are within bounds", "built"
+        "torch.nn.init", "_no_grad_trunc_normal_", "reads values, which ranks but the first lack", "a model is built"
     ),
     "gloo threads": Patch(
         "torch.distributed.distributed_c10d", "ProcessGroupGloo", "two threads of a group may crash", "groups are made"
@@ -55,10 +55,15 @@ PROCESS_WIDE: Mapping[str, Patch] = {
     ),
     "interrupts": Patch("Lightning's call", "_interrupt", "hooks that raise would end a teardown", "a failed run ends"),
     "numbers": Patch(
-        "LightningModule, Trainer", "global_step, current_epoch, ...", "a trace notes what depends on them", "traced"
+        "LightningModule, Trainer",
+        "global_step, current_epoch, ...",
+        "a trace notes what depends on them",
+        "a trace ends",
     ),
     "weights": Patch("torch.nn.Module", "__getattr__", "code reads weights of other stages", "an inline step ends"),
-    "differentiation": Patch("torch.autograd", "grad", "with respect to those", "an inline step ends"),
+    "differentiation": Patch(
+        "torch.autograd", "grad", "code asks for gradients of such weights", "an inline step ends"
+    ),
     "transforms": Patch(
         "torch._functorch.eager_transforms", "_wrap_tensor_for_grad", "torch.func passes modes by", "a step ends"
     ),
@@ -71,13 +76,13 @@ PROCESS_WIDE: Mapping[str, Patch] = {
     "donated buffers": Patch(
         "AOTAutograd's graph_compile",
         "collect_bw_donated_buffer_idxs",
-        "a backward that donates runs once",
+        "a backward that donates buffers runs only once",
         "a block is compiled",
     ),
     "measured collectives": Patch(
-        "ProcessGroup, Work, FSDPParamGroup", "collectives and waits", "telemetry times them by axis", "it has"
+        "ProcessGroup, Work, FSDPParamGroup", "collectives and waits", "telemetry times them", "they are timed"
     ),
-    "measured fetches": Patch("a fetcher's class", "__next__", "telemetry times them", "it has"),
+    "measured fetches": Patch("a fetcher's class", "__next__", "telemetry times them", "they are timed"),
 }
 """Key -> patch that every thread and every Trainer of the process sees."""
 
@@ -90,7 +95,10 @@ OF_OBJECTS: Mapping[str, Patch] = {
     "rest of an epoch": Patch("the Trainer's fit loop", "run", "an epoch that was cut is not complete", "teardown"),
     "stops": Patch("the Trainer's epoch loop", "on_advance_end", "one rank alone may stop", "teardown"),
     "cluster": Patch(
-        "the cluster environment", "global_rank, world_size", "RANK is the replica's, the Trainer's is not", "read"
+        "the cluster environment",
+        "global_rank, world_size",
+        "RANK is the replica's, the Trainer's is not",
+        "data are read",
     ),
     "samplers": Patch(
         "the Trainer's data connector", "_requires_distributed_sampler", "whether it gives one", "loaders are made"
@@ -99,7 +107,7 @@ OF_OBJECTS: Mapping[str, Patch] = {
     "logs": Patch("the user's module", "log", "a step logs once, for all microbatches or stages", "a step ends"),
     "manual steps": Patch("the user's module", "optimizers, ...", "a trace steps nothing", "a trace ends"),
     "metrics": Patch("the user's metrics", "update, forward, ...", "they see a batch once", "a step ends"),
-    "momentum": Patch("the user's norms", "momentum", "statistics of a microbatch are joined", "it has run"),
+    "momentum": Patch("the user's norms", "momentum", "statistics of microbatches are joined", "a call of it ends"),
     "forwards of norms": Patch("the user's norms", "forward", "one that a block calls has no hook", "a step ends"),
     "hooks": Patch("the user's modules", "_forward_hooks, ...", "hooks run once, on their stage", "a step ends"),
 }
