@@ -46,6 +46,18 @@ def test_the_memory_of_a_part_is_refused(name: str) -> None:
         getattr(x, name)()
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_one_of_two_operands_is_cut_as_the_other(changes: bool) -> None:
+    axis = PlannedAxis(2)
+    x = ShardedTensor(torch.randn(2, 3, 8), axis, Shard(1))
+    y = ShardedTensor(torch.randn(2, 6, 4), axis, Shard(2))
+    with Interpreter(axis):
+        made = y.add_(x) if changes else x + y
+    assert isinstance(made, ShardedTensor)
+    assert made.placement == Shard(2 if changes else 1)
+    assert [(sent.collective.kind, sent.collective.num_bytes) for sent in axis.forward] == [("all-to-all", 96)]
+
+
 class _Watched(PlannedAxis):
     """Knows what it gathered, as long as somebody keeps that."""
 
