@@ -59,7 +59,7 @@ class _Summing(PlannedAxis):
         self.sums.append(tensor.shape)
         return tensor
 
-    def all_gather(self, local: Tensor, dim: int) -> Tensor:
+    def all_gather(self, local: Tensor, at: Shard) -> Tensor:
         raise AssertionError("rows are gathered")
 
 
@@ -106,6 +106,18 @@ def test_a_loss_is_the_sum_of_own_rows_over_the_count_of_all(name: str) -> None:
         found, gradients = found + loss.detach(), [*gradients, local.grad]
     torch.testing.assert_close(found, expected.detach())
     torch.testing.assert_close(torch.cat([gradient for gradient in gradients if gradient is not None], 1), full.grad)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_one_of_two_operands_is_cut_as_the_other(changes: bool) -> None:
+    axis = PlannedAxis(2)
+    x = ShardedTensor(torch.randn(2, 3, 8), axis, Shard(1))
+    y = ShardedTensor(torch.randn(2, 6, 4), axis, Shard(2))
+    with Interpreter(axis):
+        made = y.add_(x) if changes else x + y
+    assert isinstance(made, ShardedTensor)
+    assert made.placement == Shard(2 if changes else 1)
+    assert [(sent.collective.kind, sent.collective.num_bytes) for sent in axis.forward] == [("all-to-all", 96)]
 
 
 class _Watched(PlannedAxis):

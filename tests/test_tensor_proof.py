@@ -19,6 +19,7 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.sharding.rules import losses
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor import Verification, plan_block, verify, verify_block
+from tests.law.models.tensor import Penalized
 from tests.models import Block, TinyGPT, tokens
 from tests.parity import Job, Layout, assert_parity, plan_text, run_layout
 from tests.workers import WorkerPools
@@ -97,11 +98,18 @@ def test_sequences_that_ranks_do_not_divide_are_cut_unevenly(workers: WorkerPool
     job = Job(model=partial(TinyGPT, context=15), data=partial(tokens, context=15))
     ranks = run_layout(workers, job, Layout(tp=2, sequence_parallel=True))
     assert_parity(job, ranks)
-    assert "replicated" not in plan_text(ranks[0].plan)
+    assert ", sequence parallel, " in plan_text(ranks[0].plan)
     assert not [text for text in ranks[0].warned if "Sequence parallelism is left out of blocks" in text]
     of_odd, of_even = (_made(TinyGPT(context=16), length) for length in (15, 16))
     assert of_odd == of_even
-    assert {kind for kind, _, _ in of_odd} == {"all-gather", "reduce-scatter"}
+    assert {kind for kind, is_backward, _ in of_odd if not is_backward} == {"all-gather", "reduce-scatter"}
+
+
+def test_gradients_of_gradients_go_through_slices(workers: WorkerPools) -> None:
+    job = Job(model=Penalized)
+    ranks = run_layout(workers, job, Layout(tp=2, sequence_parallel=True))
+    assert_parity(job, ranks)
+    assert all(plan.is_sequence_parallel for plan in _plans(ranks[0].plan))
 
 
 def test_proof_can_be_left_out(workers: WorkerPools) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.sharding.pieces import by_rank, exchanged, in_order, padded
-from lightning_3d.sharding.placement import Shard, full_shape
+from lightning_3d.sharding.placement import Placement, Shard, full_shape
 from lightning_3d.torch_internals import dtensor
 from lightning_3d.torch_internals.capture import is_captured
 
@@ -52,8 +52,8 @@ class Axis(Protocol):
     def of_first_rank(self, tensor: Tensor) -> Tensor:
         """The tensor of the first rank, whose others are about the same; new, contiguous, outside of autograd."""
 
-    def expect_backward(self, result: Tensor, kind: Kind, num_bytes: int) -> None:
-        """Note that in the backward of `result` each rank sends `num_bytes`."""
+    def expect_backward(self, result: Tensor, local: Tensor, source: Placement, target: Placement) -> None:
+        """Note that `result` was made of `local`, so that the backward takes a gradient from `target` to `source`."""
 
 
 class MeshAxis:
@@ -119,5 +119,5 @@ class MeshAxis:
         dist.broadcast(copied, group=self._group, group_src=0)
         return copied
 
-    def expect_backward(self, result: Tensor, kind: Kind, num_bytes: int) -> None:
+    def expect_backward(self, result: Tensor, local: Tensor, source: Placement, target: Placement) -> None:
         """Nothing: what the backward communicates is seen when it runs."""

@@ -34,7 +34,6 @@ from lightning_3d.sharding.placement import (
     Replicate,
     Shard,
     Sharded,
-    full_shape,
 )
 
 
@@ -52,10 +51,8 @@ def redistribute(tensor: Tensor, axis: Axis, source: Placement, target: Placemen
     arguments = tensor, axis, source, target, saves, not is_kept()
     with unseen_by_checkpoints():
         moved = cast(Tensor, _Redistribute.apply(*arguments))  # type: ignore[no-untyped-call]  # torch 2.13
-    way = placement_of_gradient(target), placement_of_gradient(source)
-    if tensor.requires_grad and (kind := kind_of(*way)) is not None:
-        shape = full_shape(tensor.shape, source, axis.size) if isinstance(source, Sharded) else tensor.shape
-        axis.expect_backward(moved, kind, bytes_sent(shape, tensor.itemsize, *way, axis.size))
+    if tensor.requires_grad:
+        axis.expect_backward(moved, tensor, source, target)
     return moved
 
 

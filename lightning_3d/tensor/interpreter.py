@@ -18,7 +18,7 @@ from lightning_3d.sharding.placement import Placement, Shard
 from lightning_3d.sharding.rules.call import PARTIAL, LocalCall, TorchCall
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.own_shard import own_shard
-from lightning_3d.tensor.sequence import GatheredSequence, along_sequence, is_along
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, GatheredSequence, along_sequence, is_along
 
 
 class TensorInterpreter(Interpreter):
@@ -37,6 +37,8 @@ class TensorInterpreter(Interpreter):
     def __init__(self, axis: Axis, sequence: torch.Size | None = None, *, data_dependent_routing: bool = False) -> None:
         super().__init__(axis, data_dependent_routing=data_dependent_routing)
         self.sequence = sequence
+        self.along_sequence = Shard(SEQUENCE_DIM) if sequence is None else along_sequence(sequence, axis)
+        """How activations lie along the sequence that is cut."""
         self._gathered: defaultdict[object, ByTensor[GatheredSequence]] = defaultdict(ByTensor)
         """By whether autograd records, and what autocast casts to."""
 
@@ -71,12 +73,6 @@ class TensorInterpreter(Interpreter):
     def is_slice_of_sequence(self, tensor: ShardedTensor) -> bool:
         """Whether a tensor is cut along the sequence of the block's input."""
         return is_along(tensor, self.sequence) and tensor.placement == self.along_sequence
-
-    @property
-    def along_sequence(self) -> Shard:
-        """How activations lie along the sequence that the block's input is cut along."""
-        assert self.sequence is not None
-        return along_sequence(self.sequence, self.axis)
 
     def _sequence_of(self, tensor: ShardedTensor) -> GatheredSequence:
         kind = tensor.device.type

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.sharding.axis import Axis
-from lightning_3d.sharding.collectives import bytes_sent, redistribute
+from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, chunked
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.autograd import is_checkpointing, is_in_backward, when_backward_ends
@@ -106,8 +106,7 @@ class _Slice:
         self._num_saved += 1
         if not self._is_expected and whole.requires_grad:
             self._is_expected = True
-            num_bytes = bytes_sent(whole.shape, whole.itemsize, self._along, REPLICATE, self._axis.size)
-            self._axis.expect_backward(whole, "all-gather", num_bytes)
+            self._axis.expect_backward(whole, whole, REPLICATE, self._along)  # gathers it, as that of a cut
         return saved.shape
 
     def unpack(self, packed: Any) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,6 @@ from lightning_3d.sharding.placement import (
     REPLICATE_PARTIAL_GRAD,
     InterleavedShard,
     Placement,
-    Shard,
     Sharded,
     lengths_of,
 )
@@ -30,44 +29,65 @@ _OF_ANY_LENGTHS = {
 """Calls that are decided alike whatever the lengths of dims: no argument names one, and no operator goes by one."""
 
 
+Lies = Mapping[int, Sharded]
+"""By the id of a sharded tensor: its placement."""
+
+
 def generic(call: TorchCall, axis: Axis) -> LocalCall | None:
-    """The local form of a call, or None.
+    """The local form of a call, or None: with its operands as they lie, else with all where the largest lies.
 
     Args:
         call: Some of its tensors are sharded.
         axis: The axis that they are sharded over.
     """
-    placements = {placement for tensor in call.tensors if (placement := placement_of(tensor)) is not None}
-    alike = {placement.at(0) for placement in placements}  # but for the dim
-    form = _looked_up(call, alike.copy().pop(), axis.size) if len(alike) == 1 else None
+    lies = {id(tensor): at for tensor in call.tensors if (at := placement_of(tensor)) is not None}
+    if (local := _local(call, lies, axis)) is not None:
+        return local
+    alike = _alike(call, lies)
+    return None if alike == lies else _local(call, alike, axis)
+
+
+def _alike(call: TorchCall, lies: Lies) -> Lies:
+    """The placements of operands if all lie as the largest does, or the one that is changed in place."""
+    sharded = [tensor for tensor in call.tensors if id(tensor) in lies]
+    kept = call.destination if id(call.destination) in lies else max(sharded, key=Tensor.numel)
+    assert kept is not None
+    at = lies[id(kept)]
+    same = {id(tensor) for tensor in sharded if tensor.dim() == kept.dim() and tensor.shape == kept.shape}
+    return {known: at if known in same else lie for known, lie in lies.items()}
+
+
+def _local(call: TorchCall, lies: Lies, axis: Axis) -> LocalCall | None:
+    kinds = set(lies.values())
+    kinds = kinds if len(kinds) == 1 else {at.at(0) for at in kinds}  # alike but for the dim
+    form = _looked_up(call, lies, next(iter(kinds)), axis.size) if len(kinds) == 1 else None
     if form is None:
         return None
-    (lie,), tensors = alike, call.tensors
+    (kind,), tensors = kinds, call.tensors
     input_placements: list[Placement] = []
     for tensor, cut in zip(tensors, form.cuts, strict=True):
-        placement = placement_of(tensor)
-        if placement is not None:
-            input_placements.append(placement)
-        else:
-            input_placements.append(REPLICATE_PARTIAL_GRAD if cut is None else lie.at(cut))
+        whole = REPLICATE_PARTIAL_GRAD if cut is None else kind.at(cut)
+        input_placements.append(lies.get(id(tensor), whole))
     run = call.run
     if form.local_shape is not None:
         run = functools.partial(call_locally, call.function, form.local_shape)
     if form.is_mean:
         run = functools.partial(_mean, run, axis.size)
-    result = tuple([PARTIAL if dim is None else lie.at(dim) for dim in form.dims])
+    result = tuple([PARTIAL if dim is None else kind.at(dim) for dim in form.dims])
     return LocalCall(tensors=tensors, input_placements=tuple(input_placements), run=run, result=result)
 
 
-def _looked_up(call: TorchCall, lie: Sharded, size: int) -> LocalForm | None:
-    """The form of a call whose sharded operands lie so, on whatever dims."""
+def _looked_up(call: TorchCall, lies: Lies, kind: Sharded, size: int) -> LocalForm | None:
+    """The form of a call whose sharded operands lie so."""
     lengths: dict[int, int] | None = _Renamed(size) if call.name in _OF_ANY_LENGTHS else None
-    uneven = None
-    if (shards := lengths_of(lie)) is not None:  # decided as for even shards, of another length than any dim has
-        uneven = size * max(length for tensor in call.tensors for length in (1, *tensor.shape)) + size
-        lengths = _Kept() if lengths is None else lengths
+    uneven, shards = None, lengths_of(kind)
+    if shards is not None:  # decided as for even shards, of a length that no other dim has
+        if sum(shards) < size:
+            return None
+        longest = max(length for tensor in call.tensors for length in (1, *tensor.shape))
+        lengths, uneven = (_Kept(), (longest + 1) * size) if lengths is None else (lengths, (len(lengths) + 1) * size)
         lengths[sum(shards)] = uneven
-    operand = functools.partial(_operand, lengths)
+    operand = functools.partial(_operand, lengths, lies)
     try:
         args, kwargs = signature(call.args, operand), signature(call.kwargs, operand)
         return local_form(call.function, args, kwargs, size, uneven)
@@ -75,12 +95,12 @@ def _looked_up(call: TorchCall, lie: Sharded, size: int) -> LocalForm | None:
         return None
 
 
-def _operand(lengths: dict[int, int] | None, tensor: Tensor) -> Operand:
-    placement = placement_of(tensor)
+def _operand(lengths: dict[int, int] | None, lies: Lies, tensor: Tensor) -> Operand:
+    placement = lies.get(id(tensor))
     shape = tensor.shape if lengths is None else tuple([lengths[length] for length in tensor.shape])
     if isinstance(placement, InterleavedShard):
         return Operand(shape, tensor.dtype, tensor.device, placement.dim, placement.sizes)
-    return Operand(shape, tensor.dtype, tensor.device, placement.dim if isinstance(placement, Shard) else None)
+    return Operand(shape, tensor.dtype, tensor.device, None if placement is None else placement.dim)
 
 
 class _Kept(dict[int, int]):

@@ -41,7 +41,7 @@ def _table() -> Mapping[str, tuple[Rule, ...]]:
     register(aliases.NAMES, aliases.alias)
     register(views.CUTS, views.cut_parts)
     register(("__getitem__",), views.take_every_nth)
-    register(views.VIEWS, views.view_parts, views.merge_into_parts, views.view_units)
+    register(views.VIEWS, views.view_parts, views.view_shards)
     register(("__getitem__",), views.take_beside)
     register(("__setitem__",), views.set_beside)
     register(("repeat",), views.repeat_into_parts)

@@ -77,12 +77,17 @@ def view_parts(call: TorchCall, axis: Axis) -> LocalCall | None:
     return _reshape(call, parts, opened, Shard(at + 1), axis, epilogue=new)
 
 
-def merge_into_parts(call: TorchCall, axis: Axis) -> LocalCall | None:
-    """A view that flattens the evenly sharded dim of its first argument into dims before it."""
-    dim = shard_dim(call.first)
-    new = viewed_shape(call) if dim else None
-    if not dim or new is None:
+def view_shards(call: TorchCall, axis: Axis) -> LocalCall | None:
+    """A view of shards that flattens their dim into dims before it, or opens it into units, or joins those."""
+    at = placement_of(call.first)
+    new = viewed_shape(call) if isinstance(at, Shard) else None
+    if not isinstance(at, Shard) or new is None:
         return None
+    merged = _merge_into_parts(call, at.dim, new, axis) if at.lengths is None else None
+    return _view_units(call, at, new, axis) if merged is None else merged
+
+
+def _merge_into_parts(call: TorchCall, dim: int, new: tuple[int, ...], axis: Axis) -> LocalCall | None:
     old = call.args[0].shape
     for first in range(dim):
         count, length = math.prod(old[first:dim]), old[dim]
@@ -92,17 +97,13 @@ def merge_into_parts(call: TorchCall, axis: Axis) -> LocalCall | None:
     return None
 
 
-def view_units(call: TorchCall, axis: Axis) -> LocalCall | None:
+def _view_units(call: TorchCall, at: Shard, new: tuple[int, ...], axis: Axis) -> LocalCall | None:
     """A view that opens the sharded dim into units such as heads, of which ranks may get unequal numbers, or joins it.
 
         [batch, tokens, 6 heads * 64]  ->  [batch, tokens, 6 heads, 64]        on 4 ranks 2, 2, 2 and no heads
 
     What the ranks have of an evenly sharded dim is moved until each has whole units.
     """
-    at = placement_of(call.first)
-    new = viewed_shape(call) if isinstance(at, Shard) else None
-    if not isinstance(at, Shard) or new is None:
-        return None
     old, dim = tuple(call.args[0].shape), at.dim
     before, length = math.prod(old[:dim]), old[dim]
     for to, count in enumerate(new):

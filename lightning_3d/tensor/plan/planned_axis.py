@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lightning_3d.sharding.axis import Kind, sent_bytes
+from lightning_3d.sharding.collectives import bytes_sent, kind_of, placement_of_gradient
 from lightning_3d.sharding.pieces import by_rank, exchanged, in_order, num_exchanged, padded
-from lightning_3d.sharding.placement import Shard, full_shape
+from lightning_3d.sharding.placement import Placement, Shard, Sharded, full_shape
 from lightning_3d.tensor.plan.block_plan import Collective
 from lightning_3d.torch_internals.autograd import reachable_nodes
 
@@ -83,8 +84,12 @@ class PlannedAxis:
     def of_first_rank(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def expect_backward(self, result: Tensor, kind: Kind, num_bytes: int) -> None:
-        self._expected.append((result.grad_fn, self.caused(kind, num_bytes, is_backward=True)))
+    def expect_backward(self, result: Tensor, local: Tensor, source: Placement, target: Placement) -> None:
+        way = placement_of_gradient(target), placement_of_gradient(source)
+        if (kind := kind_of(*way)) is not None:
+            shape = full_shape(local.shape, source, self.size) if isinstance(source, Sharded) else local.shape
+            num_bytes = bytes_sent(shape, local.itemsize, *way, self.size)
+            self._expected.append((result.grad_fn, self.caused(kind, num_bytes, is_backward=True)))
 
     def backward_of(self, outputs: Iterable[Tensor]) -> list[PlannedCollective]:
         """The collectives of the backward of these outputs."""
