@@ -108,6 +108,7 @@ KINDS: dict[str, tuple[LossNet, LossKind]] = {
         for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
     },
     "next to nothing that couples": (_with(_coupled, 1e-9), LossKind.WHOLE),
+    "no number yet that couples": (_with(_coupled, 0.0), LossKind.WHOLE),
     "nothing yet that couples": (_with(_coupled, torch.tensor(0.0), 2.0), LossKind.WHOLE),
     "next to nothing that is summed": (_with(lambda pooled: pooled.square().sum(), 1e-9), LossKind.WHOLE),
     "nothing yet that is a mean": (_with(lambda pooled: pooled.square().mean(), torch.tensor(0.0)), LossKind.MEAN),
