@@ -108,6 +108,7 @@ KINDS: dict[str, tuple[LossNet, LossKind]] = {
         for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
     },
     "next to nothing that couples": (_with(_coupled, 1e-9), LossKind.WHOLE),
+    "no number yet that couples": (_with(_coupled, 0.0), LossKind.WHOLE),
     "nothing yet that couples": (_with(_coupled, torch.tensor(0.0), 2.0), LossKind.WHOLE),
     "next to nothing that is summed": (_with(lambda pooled: pooled.square().sum(), 1e-9), LossKind.WHOLE),
     "nothing yet that is a mean": (_with(lambda pooled: pooled.square().mean(), torch.tensor(0.0)), LossKind.MEAN),
@@ -204,6 +205,20 @@ def test_code_before_and_between_blocks_that_couples_samples_is_seen(name: str) 
         assert found is None
     else:
         assert re.search(problem, str(found))
+
+
+def test_what_is_found_holds_for_the_options_of_calls() -> None:
+    """Which may stand in a dict or come from a schedule, where no flag of a module tells."""
+    paths = {}
+    for reduction, size in (("mean", 8), ("sum", 8), ("mean", 6)):
+
+        def loss(outputs: dict[str, Tensor], labels: Tensor, reduction: str = reduction) -> Tensor:
+            return F.mse_loss(outputs["logits"], torch.zeros(len(labels), LENGTH, CLASSES), reduction=reduction)
+
+        with _studied(Using(loss), _batch(size)) as (study, call):
+            paths[reduction, size] = study.trace(call).path
+    assert paths["mean", 8] != paths["sum", 8]
+    assert paths["mean", 8] == paths["mean", 6]
 
 
 class Centred(nn.Module):

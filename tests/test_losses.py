@@ -61,6 +61,21 @@ def test_a_term_that_begins_late_is_that_of_the_batch(begins: int, reads: bool, 
     assert_parity(job, run_layout(workers, job, Layout(pp=2, num_microbatches=2)))
 
 
+class Unforeseen(Late):
+    """Begins by a number of its own, which is not followed past the end of the trace."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.begins = 0 if batch_idx >= 2 else 9
+
+
+def test_a_term_that_could_not_be_foreseen_runs_inline(workers: WorkerPools) -> None:
+    job = Job(model=partial(Unforeseen, 9, reads=True), data=labelled, steps=4, num_val_batches=0)
+    ranks = run_layout(workers, job, Layout(pp=2, num_microbatches=2, mode="auto"))
+    assert_parity(job, ranks)
+    assert ranks[0].plan is not None
+    assert "adds to the loss after the step has read data of blocks" in str(ranks[0].plan.inline)
+
+
 class Mixed(LossNet):
     """Mixes each sample with another before the blocks."""
 

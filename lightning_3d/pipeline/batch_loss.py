@@ -45,6 +45,8 @@ class LossReduction:
     """Factors of the microbatches' losses; only the last stage knows those that depend on data."""
     averages: Mapping[str, Set[Reduction]] = field(default_factory=dict)
     """As of a ``LossFound``."""
+    ends_in_trace: bool = False
+    """As of a ``LossFound``; of a loss that is not of the whole batch."""
     joins_values: bool
     """Whether what the step gives is joined over microbatches; else the code after the blocks runs on the whole batch
     for it."""
@@ -114,6 +116,7 @@ class BatchLoss:
             kind=found.kind,
             weights=[1.0] * len(parts) if found.kind == LossKind.SUM else shares,
             averages=found.averages,
+            ends_in_trace=found.ends_in_trace and found.kind != LossKind.WHOLE and not self._is_by_microbatch,
             joins_values=can_join and not self._study.trace(parts[0]).has_side_effects,
         )
         if not self._is_last:
@@ -246,6 +249,7 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
         kind=LossKind.WHOLE if kind == LossKind.WEIGHTED and not denominators else kind,
         averages=averages,
         denominators=denominators,
+        ends_in_trace=first.ends_in_trace and second.ends_in_trace,
         failure=first.failure or second.failure,
         coupling=first.coupling or second.coupling,
         coupling_blocks=tuple(dict.fromkeys((*first.coupling_blocks, *second.coupling_blocks))),

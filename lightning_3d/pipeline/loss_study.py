@@ -60,6 +60,8 @@ class LossFound:
     """Name of a floating-point value -> the ways in which it may be joined; none if it can't be."""
     denominators: frozenset[int] = frozenset()
     """Which of the numbers that the step divides by show the weights of a weighted loss."""
+    ends_in_trace: bool = False
+    """Whether the loss is seen to be made before data of blocks is read, which ends a trace."""
     failure: str | None = None
     """Why the step could not be studied."""
     coupling: StepError | None = None
@@ -255,7 +257,8 @@ class LossStudy:
         if denominators and any(found.kind == LossKind.WEIGHTED for found in compared.values()):
             self._trusted.add((call.name, call.state))
         kind = _kind(compared, denominators)
-        return LossFound(kind=kind, averages=self._trials.fits, denominators=denominators)
+        ends_in_trace = not any(found.branches_on_data for found in compared.values())
+        return LossFound(kind=kind, averages=self._trials.fits, denominators=denominators, ends_in_trace=ends_in_trace)
 
     def _compare(self, whole: StepCall, parts: Sequence[StepCall], *, seed: int) -> _Compared:
         shares = _shares_of_samples(parts)

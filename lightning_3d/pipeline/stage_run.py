@@ -21,11 +21,11 @@ from lightning_3d.model.block_runner import SUMMON, AnyCallable, BlockRunner
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router, StepMode
-from lightning_3d.trace.refusals import DIFFERENTIATING, gradient_refused
+from lightning_3d.trace.refusals import DIFFERENTIATING, gradient_refused, user_frame
 from lightning_3d.trace.side_outputs import (
     SideOutputs,
     call_hook,
@@ -62,6 +62,7 @@ class StageRun(StepMode):
         received: The tensors of ``flow.received(stage)``.
         randomness: Number of a call -> context in which it draws random numbers of this stage's own.
         draw: Makes the calls that get no tensors of blocks.
+        ends_in_trace: Whether the loss is to be made before the trace is stopped by code that reads data of blocks.
     """
 
     has_replicas = True
@@ -74,9 +75,11 @@ class StageRun(StepMode):
         received: Sequence[Tensor],
         randomness: Callable[[int], AbstractContextManager[None]],
         draw: Draw = plain_call,
+        *,
+        ends_in_trace: bool = False,
     ) -> None:
         super().__init__(router)
-        self._draw = draw
+        self._draw, self._ends_in_trace = draw, ends_in_trace
         router.guard(flow.trace.unsent_attributes)
         self._randomness = randomness
         self._flow, self._stage = flow, stage
@@ -191,7 +194,12 @@ class StageRun(StepMode):
                     " token, but with a pipeline a step reads them after its last call of a block. Do it in a hook, as"
                     f" on_validation_epoch_end, {SUMMON}, or use pipeline_parallel_size=1."
                 )
-            return run([self._value(leaf) for leaf in leaves])  # past the end of the trace, on the last stage
+            answer = run([self._value(leaf) for leaf in leaves])  # past the end of the trace, on the last stage
+            if self._ends_in_trace and any(
+                leaf.requires_grad for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)
+            ):
+                raise self._late(name, reader)
+            return answer
         if call is None or (call.name, call.is_block) != (name, is_block):
             raise self._changed(f"it called {name}")
         stage = self._flow.call_stages[self._position]
@@ -301,6 +309,13 @@ class StageRun(StepMode):
     def _leave_if_done(self) -> None:
         if self._stage < self._flow.num_stages - 1 and len(self._made) == len(self._to_send):
             raise StageExit
+
+    def _late(self, name: str, reader: str) -> TraceError:
+        return TraceError(
+            f"{name} (called at {user_frame()}) adds to the loss after the step has read data of blocks ({reader}),"
+            " which it did not when it was found out how the loss of the batch comes from microbatches. Compute the"
+            " whole loss before the step reads data, or set pipeline.loss='whole'."
+        )
 
     def _changed(self, what: str) -> TraceError:
         call = self._expected

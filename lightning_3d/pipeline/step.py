@@ -192,7 +192,8 @@ class PipelineStep:
 
         randomness = partial(self.stages.randomness.block, self.number, index)
         router = self.stages.router
-        run = StageRun(router, flow, stage, received, randomness, self._draw(stage, index))
+        ends_in_trace, draw = self.decision.ends_in_trace, self._draw(stage, index)
+        run = StageRun(router, flow, stage, received, randomness, draw, ends_in_trace=ends_in_trace)
         # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.
         kept = attributes_kept(router.blocks, flow.trace.block_side_effects if stage > self.stages.last else ())
         with effects.microbatch(context), kept:

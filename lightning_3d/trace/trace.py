@@ -50,6 +50,8 @@ class TracedCall:
     """Position among the flat arguments -> id of the tensor's new value, for in-place calls."""
     is_random: bool
     """Whether it draws random numbers."""
+    options: tuple[bool | int | str, ...] = ()
+    """Flags, dims and words among its arguments, such as how a loss is reduced."""
     aliased: Mapping[int, int] = field(default_factory=dict)
     """Tensor that shares memory with one that an in-place call changes -> id of its new value."""
     mutually_aliased: frozenset[int] = frozenset()
@@ -117,7 +119,9 @@ class Trace:
     @property
     def path(self) -> Hashable:
         """The calls that the step makes, whatever the sizes of its tensors and the numbers that it computes with."""
-        calls = tuple((call.name, call.where, call.inputs, call.parameters, call.outputs) for call in self.calls)
+        calls = tuple(
+            (call.name, call.where, call.options, call.inputs, call.parameters, call.outputs) for call in self.calls
+        )
         return calls, self.of_batch, self.returned, self.stopped_by
 
     @property

@@ -50,6 +50,8 @@ from lightning_3d.trace.side_outputs import HookCall, SideOutputs, call_hook, ca
 from lightning_3d.trace.storages import StorageNotes
 from lightning_3d.trace.trace import Result, Trace, TracedCall
 
+_MAX_DIMS = 8  # of tensors: greater integers are sizes
+
 
 def trace_step(
     step: Callable[[], object],
@@ -342,6 +344,7 @@ class _Tracer(StepMode):
                     spec=out_spec,
                     mutated=mutated,
                     is_random=randomness.seen,
+                    options=tuple(filter(_is_option, () if is_block else leaves)),
                     aliased=aliased,
                     mutually_aliased=mutually_aliased,
                     side=side[0] if side else SideOutputs(),
@@ -418,3 +421,8 @@ class _Tracer(StepMode):
             if tensor in self._ids:
                 by_storage[storage_id(fake.untyped_storage())].add(self._ids[tensor])
         return frozenset(i for sharing in by_storage.values() if len(sharing) > 1 for i in sharing)
+
+
+def _is_option(leaf: Any) -> bool:
+    """Whether an argument says how a call is made: a flag, a word, or an integer that may be a dim."""
+    return type(leaf) in (bool, str) or (type(leaf) is int and -_MAX_DIMS <= leaf < _MAX_DIMS)

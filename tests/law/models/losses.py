@@ -34,11 +34,12 @@ class TwoViews(LossNet):
 
 
 class WarmedUp(LossNet):
-    """Has a term that couples samples, with a weight that is zero at first."""
+    """Has a term that couples samples, with a weight that is zero at first, and a tensor."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         outputs = self(batch[0])
-        loss = self.loss(outputs, batch[1]) + 0.5 * self.global_step * outputs["pooled"].std(0).mean()
+        weight = torch.full((), 0.5 * self.global_step, device=batch[0].device)
+        loss = self.loss(outputs, batch[1]) + weight * outputs["pooled"].std(0).mean()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
