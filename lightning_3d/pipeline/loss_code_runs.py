@@ -103,7 +103,7 @@ class LossCodeRun:
     of_parameters: Sequence[Tensor | None]
     """Gradients of the parameters that this rank holds."""
     of_terms: Sequence[tuple[float, Sequence[Tensor | None]]]
-    """Each term of the loss, if there are several: its factor, and the gradients of what it got from blocks."""
+    """For each term of the loss, if there are several: its factor, and the gradients of what it got from blocks."""
     clamps_loss: bool
     """As of a ``WatchedTail``."""
     branches_on_data: bool
