@@ -54,7 +54,8 @@ class CodeCaches:
         """Let tensors that come into caches inside be gone from them afterwards."""
         misses = [(cache, cache.cache_info().misses) for cache in self._lru_caches.union(_LRU_CACHES.of_users())]
         attributes = [(owner, dict(vars(owner))) for owner in self._owners]
-        contents = {id(c): (c, content_of(c)) for _, names in attributes for c in _containers(names)}
+        containers = {id(c): c for _, names in attributes for c in _containers(names)}.values()
+        contents = [(container, content_of(container) if container else {}) for container in containers]
         try:
             yield
         finally:
@@ -63,8 +64,9 @@ class CodeCaches:
                     cache.cache_clear()
             for owner, names in attributes:
                 _put_back(owner, names)
-            for container, content in contents.values():
-                if not is_filled_with(container, content) and _holds_tensor(container):
+            for container, content in contents:
+                is_changed = not is_filled_with(container, content) if content else bool(container)
+                if is_changed and _holds_tensor(container):
                     refill(container, content)
 
 
@@ -91,7 +93,12 @@ _LRU_CACHES = _LruCaches()
 
 def _is_users(code: Any) -> bool:
     """Whether a class or function is of the model's author, or of a package that is no framework."""
-    return str(getattr(code, "__module__", None)).partition(".")[0] not in _FRAMEWORKS
+    return not _is_of_framework(str(getattr(code, "__module__", None)))
+
+
+@functools.cache
+def _is_of_framework(module: str) -> bool:
+    return module.partition(".")[0] in _FRAMEWORKS
 
 
 def _put_back(owner: type | ModuleType, before: Mapping[str, Any]) -> None:
@@ -101,22 +108,21 @@ def _put_back(owner: type | ModuleType, before: Mapping[str, Any]) -> None:
             delattr(owner, name) if name not in before else setattr(owner, name, before[name])
 
 
-def _containers(names: Mapping[str, Any]) -> Iterator[Any]:
+def _containers(names: Mapping[str, Any]) -> list[Any]:
     """The containers among attributes, also those inside of dicts, of objects, and in the closures of functions."""
+    found: list[Any] = []
     for value in names.values():
-        if isinstance(value, dict):
-            yield from _small([value, *dict.values(value)])
-        elif isinstance(value, FunctionType):
-            yield from _small([vars(value), *map(_content_of_cell, value.__closure__ or ())])
+        if isinstance(value, FunctionType):
+            found.append(vars(value))
+            found += map(_content_of_cell, value.__closure__ or ())
+        elif isinstance(value, dict):
+            found += (value, *dict.values(value))
         elif isinstance(value, CONTAINERS):
-            yield from _small([value])
+            found.append(value)
         elif _is_users(type(value)) and not isinstance(value, (type, ModuleType, Tensor, nn.Module)):
             attributes = getattr(value, "__dict__", {})
-            yield from _small([attributes, *attributes.values()])
-
-
-def _small(values: Iterable[Any]) -> Iterator[Any]:
-    return (value for value in values if isinstance(value, CONTAINERS) and len(value) <= _MOST_ENTRIES)
+            found += (attributes, *attributes.values())
+    return [value for value in found if isinstance(value, CONTAINERS) and len(value) <= _MOST_ENTRIES]
 
 
 def _content_of_cell(cell: CellType) -> Any:

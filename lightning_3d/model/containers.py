@@ -21,9 +21,13 @@ def refill(container: Any, content: Any) -> None:
         (kind.update if kind is set else kind.extend)(container, content)
 
 
+_BUILTIN = frozenset({OrderedDict, *CONTAINERS})
+
+
 def _builtin(container: Any) -> Any:
     """The built-in class behind the container's."""
-    return next(cls for cls in (OrderedDict, *CONTAINERS) if isinstance(container, cls))
+    kind = type(container)
+    return kind if kind in _BUILTIN else next(cls for cls in (OrderedDict, *CONTAINERS) if isinstance(container, cls))
 
 
 def content_of(container: Any) -> Any:

@@ -30,7 +30,13 @@ _READ_BETWEEN = (
     "inline, a weight that is read between blocks lies on one stage: a call of the model in a hook is refused, not made"
 )
 
+_COLLECTED = (
+    "with sequence parallel, what hooks inside of a block collect for the loss (scores of experts) lies in slices, and"
+    " is refused"
+)
+
 KNOWN = {
+    "mixtral-balanced.tp2.sequence*": _COLLECTED,
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
     "odd-gpt.*zero3.*.hooks": _LATE,

@@ -97,24 +97,40 @@ class Case:
     @property
     def is_allowed(self) -> bool:
         """Whether the rows go together."""
-        model, layout, setting, habit = self.model_row, LAYOUTS[self.layout], self.setting_row, HABITS[self.habit]
-        layouts = [layout, LAYOUTS[OTHERS[self.layout]]] if setting.is_resumed else [layout]
-        pieces = self.layout_row.num_microbatches
-        if isinstance(pieces, int) and pieces > model.job.global_batch_size // layout.dp:
+        model, setting, habit = self.model_row, self.setting_row, HABITS[self.habit]
+        if not _is_allowed(self.model, self.layout, self.setting):
             return False
         if habit.wraps_step and not model.has_plain_step:
             return False
-        if self.habit in model.skips or self.setting in model.skips | habit.skips or not all(map(model.fits, layouts)):
-            return False
-        if any(at.dp > 1 for at in layouts) and model.traits:
-            return False
-        if any(at.pp > 2 for at in layouts) and "batch statistics" in model.traits:
-            return False
-        if any(at.pp > 1 for at in layouts) and "draws" in model.traits:
+        if self.habit in model.skips or self.setting in habit.skips:
             return False
         if habit.needs is not None and not hasattr(_class_of(model.job), habit.needs):
             return False
-        return all(setting.suits(model, at) and habit.fits(at) for at in layouts)
+        return all(map(habit.fits, _layouts(self.layout, setting)))
+
+
+@cache
+def _is_allowed(model_name: str, layout_name: str, setting_name: str) -> bool:
+    """Whether they go together, whatever the habit."""
+    case = Case(model_name, layout_name, setting_name)
+    model, setting = case.model_row, case.setting_row
+    layouts, pieces = _layouts(layout_name, setting), case.layout_row.num_microbatches
+    if isinstance(pieces, int) and pieces > model.job.global_batch_size // LAYOUTS[layout_name].dp:
+        return False
+    if setting_name in model.skips or not all(map(model.fits, layouts)):
+        return False
+    if any(at.dp > 1 for at in layouts) and model.traits:
+        return False
+    if any(at.pp > 2 for at in layouts) and "batch statistics" in model.traits:
+        return False
+    if any(at.pp > 1 for at in layouts) and "draws" in model.traits:
+        return False
+    return all(setting.suits(model, at) for at in layouts)
+
+
+def _layouts(name: str, setting: Setting) -> list[Layout]:
+    """The layouts that a run is in, one after the other."""
+    return [LAYOUTS[name], LAYOUTS[OTHERS[name]]] if setting.is_resumed else [LAYOUTS[name]]
 
 
 @cache
@@ -133,7 +149,8 @@ def _class_of(job: Job) -> Any:
 @cache
 def every_case() -> tuple[Case, ...]:
     """All cases that are allowed."""
-    cases = (Case(*names) for names in product(MODELS, LAYOUTS, SETTINGS, HABITS))
+    rows = [names for names in product(MODELS, LAYOUTS, SETTINGS) if _is_allowed(*names)]
+    cases = (Case(*names, habit) for names in rows for habit in HABITS)
     return tuple(case for case in cases if case.is_allowed)
 
 

@@ -416,5 +416,7 @@ MODELS = {
         fits=lambda layout: layout.dp == layout.tp == 1,
     ),
     "mixup": Model(job=small_job(Mixup, features), fits=_with_one_replica, families=frozenset({"pp"})),
-    "graphs": Model(job=small_job(Graphs, features, collate=_joined), lr=0.03, fits=_with_one_replica),
+    "graphs": Model(
+        job=small_job(Graphs, features, collate=_joined), runs_inline=True, lr=0.03, fits=_with_one_replica
+    ),
 }
