@@ -33,7 +33,8 @@ class ByHand:
     """The same GPT cut in two by hand."""
 
     def __init__(self) -> None:
-        model, rank = GPT(), dist.get_rank()
+        model, rank = GPT(), dist.get_rank()  # of all, as it is asked for before the fit; in hooks it is the replica's
+        self._is_first = rank == 0
         half = len(model.blocks) // 2
         first = nn.Sequential(model.tokens, *model.blocks[:half])
         last = nn.Sequential(*model.blocks[half:], model.norm, model.head)
@@ -44,7 +45,7 @@ class ByHand:
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
         self.optimizer.zero_grad()
-        if dist.get_rank() == 0:
+        if self._is_first:
             self.schedule.step(tokens)
         else:
             self.schedule.step(target=targets)
