@@ -189,8 +189,13 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def num_processes(self) -> int:
+        """Processes on this node; Lightning's launcher of forks asks for it."""
+        return number_of_processes(self)
+
+    @property
     def _shape(self) -> MeshShape:
-        return resolve_mesh_shape(self.run.config, self.num_nodes * number_of_processes(self))
+        return resolve_mesh_shape(self.run.config, self.num_nodes * self.num_processes)
 
     @property
     def is_distributed(self) -> bool:
@@ -207,7 +212,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
     def _configure_launcher(self) -> None:
         """A Trainer calls it as it is made, when it has told of its precision and its processes."""
         assert self.cluster_environment is not None
-        num_processes, device = number_of_processes(self), self.root_device
+        num_processes, device = self.num_processes, self.root_device
         self._precision_plugin = ThreeDPrecision.translate(self.precision_plugin)
         set_world_ranks(self, self.num_nodes * num_processes)
         # Raises before any process is started.
