@@ -49,7 +49,7 @@ def coupling_blocks(blocks: Mapping[str, nn.Module], whole: Trace, part: Trace) 
 class _Probe:
     """One block, with the arguments that it gets for a batch and for its half, tensors as metas."""
 
-    def __init__(self, block: nn.Module, of_whole: Any, of_part: Any) -> None:
+    def __init__(self, block: nn.Module, of_whole: object, of_part: object) -> None:
         self._block = block
         self._metas, self._spec = tree_flatten(of_whole)
         self._of_part = tree_leaves(of_part)

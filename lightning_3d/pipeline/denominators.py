@@ -46,11 +46,11 @@ class GhostTail(StageRun):
         """0-d tensors of float64."""
 
     @override
-    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
         return self._skip(call, leaves)
 
     @override
-    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         position = self._position
         answer = super().on_function(func, args, kwargs)
         if self._position > position and self._flow.call_stages[position] == LOSS_CODE:
@@ -68,7 +68,7 @@ def _scalars(func: AnyCallable, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [scalar.to(torch.float64, copy=True) for scalar in scalars if not scalar.is_complex()]
 
 
-def _weights_of_labels(func: AnyCallable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _weights_of_labels(func: AnyCallable, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
     """The sum of the weights of valid labels, of a mean over them."""
     if func not in (F.cross_entropy, F.nll_loss):
         return []

@@ -151,8 +151,8 @@ class PipelineEngine:
     def run(
         self,
         name: str,
-        batch: Any,
-        rest: Sequence[Any],
+        batch: object,
+        rest: Sequence[object],
         *,
         number: int,
         backward: bool,

@@ -58,19 +58,21 @@ class GlueRun(StageRun):
         """The tensors that the code after the blocks gets."""
 
     @override
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run(self, step: Callable[[], object]) -> Any:
         self.sent = super().run(step)
         return self.sent
 
     @override
-    def _check_at_hand(self, values: list[Any], call: TracedCall) -> None:
+    def _check_at_hand(self, values: list[object], call: TracedCall) -> None:
         """Something stands in for what is absent."""
 
     @override
-    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
         return super()._execute(call, leaves, partial(self._answered, call, leaves, run))
 
-    def _answered(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+    def _answered(
+        self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object], values: list[object]
+    ) -> Any:
         if call.is_block:
             self._take(call, [self._id(leaf) for leaf in leaves], values)
             return tree_unflatten(call.answer(values, self._answer), call.spec)
@@ -80,15 +82,15 @@ class GlueRun(StageRun):
         kept = undropped(call, self._flow.trace, values)
         return self._draw(run, (values,), {}) if kept is None else kept
 
-    def _id(self, leaf: Any) -> int | None:
+    def _id(self, leaf: object) -> int | None:
         return self._ids.get(leaf) if isinstance(leaf, Tensor) else None
 
-    def _take(self, call: TracedCall, ids: Sequence[int | None], values: Sequence[Any]) -> None:
+    def _take(self, call: TracedCall, ids: Sequence[int | None], values: Sequence[object]) -> None:
         """A block gets these."""
         pairs = zip(ids, values, strict=True)
         self.given.append([None if i in self.of_blocks else self._copy(value) for i, value in pairs])
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: object) -> Any:
         """One for what several blocks get, as masks are."""
         if not isinstance(value, Tensor):
             return value
@@ -108,7 +110,7 @@ class GlueRun(StageRun):
         has_samples = grown_dim(meta, self._whole.tensors[i]) is not None
         return _random(meta, i, 1 + self._index if has_samples else 0)
 
-    def _stand_in(self, value: Any, position: int, call: TracedCall) -> Any:
+    def _stand_in(self, value: object, position: int, call: TracedCall) -> Any:
         if not isinstance(value, Tensor) or not value.is_meta:
             return value
         device = self._flow.trace.tensors[call.outputs[0]].device
@@ -139,7 +141,7 @@ class WholeGlueRun(GlueRun):
         """In what the code after the blocks gets, by tensor."""
 
     @override
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run(self, step: Callable[[], object]) -> Any:
         sent = super().run(step)
         for i, *tensors in zip(self._flow.sent(0), sent, *(part.sent for part in self._parts), strict=True):
             repeats_per_sample = self._of_answers.get(i) or self._repeats_per_sample(tensors)
@@ -149,7 +151,7 @@ class WholeGlueRun(GlueRun):
         return sent
 
     @override
-    def _take(self, call: TracedCall, ids: Sequence[int | None], values: Sequence[Any]) -> None:
+    def _take(self, call: TracedCall, ids: Sequence[int | None], values: Sequence[object]) -> None:
         found = [self._of_answers[i] for i in ids if i in self._of_answers]
         of_parts = [part.given[len(self.given)] for part in self._parts]
         self.given.append([])
@@ -182,7 +184,7 @@ class WholeGlueRun(GlueRun):
         return meta.laid_out(MicrobatchConcat(meta, metas, self._shares, repeats_per_sample).join(parts))
 
 
-def undropped(call: TracedCall, trace: Trace, values: Sequence[Any]) -> Tensor | None:
+def undropped(call: TracedCall, trace: Trace, values: Sequence[object]) -> Tensor | None:
     """The argument of a dropout, which stands for its result, so that it is the same for parts and the whole batch."""
     results = [trace.tensors[i] for i in call.outputs]
     for value in values:
@@ -191,7 +193,7 @@ def undropped(call: TracedCall, trace: Trace, values: Sequence[Any]) -> Tensor |
     return None
 
 
-def _data_kept(draw: Draw, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _data_kept(draw: Draw, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Make a call on the batch alone. What it draws for data (dropout, ``torch.bernoulli(x)``) the data stand for, as
     random numbers would hide them.
     """
@@ -205,7 +207,7 @@ def _data_kept(draw: Draw, func: AnyCallable, args: tuple[Any, ...], kwargs: dic
     return next((leaf.clone() for leaf in data if _is_like(leaf, output)), output)
 
 
-def _is_like(tensor: Tensor, other: Any) -> bool:
+def _is_like(tensor: Tensor, other: object) -> bool:
     return isinstance(other, Tensor) and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from lightning_3d.errors import StepError
 
 
-def check_loss(output: Any) -> Tensor:
+def check_loss(output: object) -> Tensor:
     """The loss in what ``training_step`` returned, to run the backward from.
 
     Raises:
@@ -25,7 +24,7 @@ def check_loss(output: Any) -> Tensor:
     return loss
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: object) -> Tensor:
     """The loss in what ``training_step`` returned; 0-d or of one element.
 
     Raises:

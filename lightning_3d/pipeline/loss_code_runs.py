@@ -65,7 +65,7 @@ class WatchedTail(StageRun):
         self.terms = LossTerms(self._value)
 
     @override
-    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         name = getattr(func, "__name__", "").strip("_")
         of_blocks = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf in self._ids]
         if name in _TIMES and of_blocks:
@@ -81,10 +81,10 @@ class WatchedTail(StageRun):
         return answer
 
     @override
-    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
         return super()._execute(call, leaves, partial(self._undropped, call) if call.is_random else run)
 
-    def _undropped(self, call: TracedCall, values: list[Any]) -> Tensor:
+    def _undropped(self, call: TracedCall, values: list[object]) -> Tensor:
         kept = undropped(call, self._flow.trace, values)
         if kept is None:
             raise StepError(f"{call.name} (called at {call.where}) draws random numbers after the blocks")

@@ -181,7 +181,7 @@ class LossStudy:
         seed_host(0)  # as traces begin
         return 1 if self._traces.trace(call).host_position == host_position() else _NUM_HOST_SEEDS
 
-    def _compare_glue(self, call: StepCall, batch: Any, host_seed: int) -> None:
+    def _compare_glue(self, call: StepCall, batch: object, host_seed: int) -> None:
         *parts, whole = _halves(call, batch)
         self._host.seed = host_seed
         try:
@@ -298,7 +298,7 @@ class LossStudy:
         )
 
 
-def _halves(call: StepCall, batch: Any) -> list[StepCall]:
+def _halves(call: StepCall, batch: object) -> list[StepCall]:
     """The same call on the halves of another batch, and on the whole of it."""
     size = batch_size(batch)
     ends = (0, size // 2), (size // 2, size), (0, size)
@@ -392,7 +392,7 @@ def _are_of_terms(
     return True
 
 
-def _mixed(batch: Any, first: int, seed: int) -> Any:
+def _mixed(batch: object, first: int, seed: int) -> Any:
     """The same batch with other data, that change which labels are valid, and how much they weigh: integers of the
     batch's own smallest or greatest values, or such as are ignored if it has any, in the places of some. Others may be
     out of range where the step indexes by them, after which a GPU's process can't go on.

@@ -152,7 +152,7 @@ class Draws:
         self._drawn: list[list[_Drawn]] = [[] for _ in shares]  # by microbatch, call
         self._position = 0
 
-    def note(self, index: int, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note(self, index: int, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Make a call of a torch function for a microbatch, and note what it drew, if it did."""
         with RandomnessSeen() as randomness:
             output = func(*args, **kwargs)
@@ -160,7 +160,7 @@ class Draws:
             self._drawn[index].append(_Drawn([leaf.detach().clone() for leaf in _tensors(output)], _ints(args, kwargs)))
         return output
 
-    def repeat(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def repeat(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Make a call for the whole batch; if it draws, it gives what the microbatches drew.
 
         Raises:
@@ -190,11 +190,11 @@ class Draws:
         return output
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _ints(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+def _ints(args: tuple[object, ...], kwargs: dict[str, object]) -> list[int]:
     return [leaf for leaf in (*args, *kwargs.values()) if type(leaf) is int]
 
 

@@ -23,7 +23,7 @@ class Microbatch:
     """Its share of the batch's samples; the weights of a batch sum to 1."""
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: object) -> int:
     """Number of samples: the common length of dimension 0 of all tensors.
 
     Raises:
@@ -44,7 +44,7 @@ def batch_size(batch: Any) -> int:
     return next(iter(found))
 
 
-def num_samples(batch: Any) -> int:
+def num_samples(batch: object) -> int:
     """Number of samples; 1 of a batch that can't be split."""
     try:
         return batch_size(batch)
@@ -52,7 +52,7 @@ def num_samples(batch: Any) -> int:
         return 1
 
 
-def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+def split_batch(batch: object, num_microbatches: int) -> list[Microbatch]:
     """Split into ``num_microbatches`` consecutive parts whose sizes differ by at most one, larger ones first.
 
     Tensors are split along dimension 0, and so are lists and tuples of non-tensors that are as long as the batch
@@ -80,19 +80,19 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     return parts
 
 
-def samples_of(batch: Any, start: int, stop: int) -> Any:
+def samples_of(batch: object, start: int, stop: int) -> Any:
     """The samples from ``start`` up to ``stop``, as a batch."""
     return _slice(batch, start, stop, batch_size(batch))
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(batch: object, change: Callable[[Tensor], Tensor]) -> Any:
     """The same batch with other tensors."""
     return (
         change(batch) if isinstance(batch, Tensor) else _map_children(batch, lambda child: map_tensors(child, change))
     )
 
 
-def signature(batch: Any) -> Hashable:
+def signature(batch: object) -> Hashable:
     """The signature that a trace depends on: structure, shapes, dtypes, and the values of what is not a tensor."""
     return tuple(
         (path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else (path, repr(leaf))
@@ -110,7 +110,7 @@ def _slice(tree: Any, start: int, stop: int, size: int) -> Any:
     return _map_children(tree, lambda child: _slice(child, start, stop, size))
 
 
-def leaves_of(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+def leaves_of(tree: object, path: str = "") -> list[tuple[str, Any]]:
     """The leaves of nested mappings, sequences and dataclasses, each with its path."""
     children = _children(tree)
     if children is None:
@@ -118,7 +118,7 @@ def leaves_of(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     return [found for name, child in children for found in leaves_of(child, f"{path}{name}")]
 
 
-def _children(tree: Any) -> list[tuple[str, Any]] | None:
+def _children(tree: object) -> list[tuple[str, Any]] | None:
     """The named parts of a container, or None for a leaf."""
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", value) for key, value in tree.items()]
@@ -146,7 +146,7 @@ def _map_children(tree: Any, change: Any) -> Any:
     return tree
 
 
-def detached_from_inference(batch: Any) -> Any:
+def detached_from_inference(batch: object) -> Any:
     """Copies of tensors made under ``torch.inference_mode``, which neither autograd nor DTensor takes."""
     if isinstance(batch, Tensor):
         return batch.clone() if batch.is_inference() else batch
@@ -154,11 +154,11 @@ def detached_from_inference(batch: Any) -> Any:
         return _map_children(batch, detached_from_inference)
 
 
-def copied_batch(batch: Any) -> Any:
+def copied_batch(batch: object) -> Any:
     """The same batch, for code that may change it in place."""
     return map_tensors(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
 
-def contents(batch: Any) -> Hashable:
+def contents(batch: object) -> Hashable:
     """The signature of a batch, and how often each of its tensors was changed in place."""
     return signature(batch), tuple(version_of(leaf) for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))

@@ -213,7 +213,7 @@ class _Stage(ShapedStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         computes = self.has_backward and full_backward  # torch calls it in evaluations, too
         around = self.around_backward(self.stage_index, is_last=last_backward) if computes else nullcontext()

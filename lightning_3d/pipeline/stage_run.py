@@ -47,7 +47,7 @@ Draw = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call of glue on the batch alone, which may draw random numbers."""
 
 
-def plain_call(func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def plain_call(func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Make it as it is."""
     return func(*args, **kwargs)
 
@@ -98,7 +98,7 @@ class StageRun(StepMode):
         self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
         self._changing: dict[int, Tensor] = {}  # by storage: buffers and others that further microbatches change
 
-    def run(self, step: Callable[[], Any]) -> Any:
+    def run(self, step: Callable[[], object]) -> Any:
         """Run the step.
 
         Returns:
@@ -125,7 +125,7 @@ class StageRun(StepMode):
         is_changing = storage_id(tensor.untyped_storage()) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 
-    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         leaves, with_leaves = flatten_call(args, kwargs)
         name = getattr(func, "__name__", str(func))
         self._check_ghosts(leaves, name)
@@ -134,35 +134,39 @@ class StageRun(StepMode):
         if not any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in leaves):
             return self._draw(func, args, kwargs)
 
-        def run(values: list[Any]) -> Any:
+        def run(values: list[object]) -> Any:
             value_args, value_kwargs = with_leaves(values)
             return func(*value_args, **value_kwargs)
 
         return self._on_call(name, False, leaves, run)
 
-    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def on_plain(*args: Any, **kwargs: Any) -> Any:
+    def on_hidden_function(
+        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
+        def on_plain(*args: object, **kwargs: object) -> Any:
             args, kwargs = tree_map(partial(made, reader=name), (args, kwargs))
             return call(*args, **kwargs)
 
         return super().on_hidden_function(name, on_plain, args, kwargs)
 
-    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(
+        self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         fqn, block = runner.fqn, runner.block
         leaves, with_leaves = flatten_call(args, kwargs)
         self._check_ghosts(leaves, fqn)
         side = SideOutputs() if self._expected is None else self._expected.side
         kept = self._flow.trace.kept_hooks.get(fqn, frozenset())
 
-        def run_block(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def run_block(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
             if self.is_checkpointing:
                 return checkpoint(lambda *args: call(*args, **kwargs), *args, use_reentrant=False)
             return call(*args, **kwargs)
 
-        def run(values: list[Any]) -> Any:
+        def run(values: list[object]) -> Any:
             with hooks_noted(block, kept) as noted:
 
-                def forward_and_pack(forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                def forward_and_pack(forward: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
                     output = forward(*args, **kwargs)
                     if tuple(note.call for note in noted) != side.hooks:
                         raise self._changed(f"{fqn} made other calls of forward hooks")
@@ -185,7 +189,7 @@ class StageRun(StepMode):
         calls = self._flow.trace.calls
         return calls[self._position] if self._position < len(calls) else None
 
-    def _on_call(self, name: str, is_block: bool, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+    def _on_call(self, name: str, is_block: bool, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
         call = self._expected
         if call is None and (reader := self._flow.trace.stopped_by) is not None:
             if is_block:
@@ -212,7 +216,7 @@ class StageRun(StepMode):
         self._leave_if_done()
         return answer
 
-    def _skip(self, call: TracedCall, leaves: list[Any]) -> Any:
+    def _skip(self, call: TracedCall, leaves: list[object]) -> Any:
         def make(position: int, result: Result) -> Any:
             if result.tensor is None:
                 return result.constant
@@ -274,7 +278,7 @@ class StageRun(StepMode):
         if i in self._to_send:
             self._made[i] = value
 
-    def _value(self, leaf: Any) -> Any:
+    def _value(self, leaf: object) -> Any:
         """The data behind a ghost."""
         if not isinstance(leaf, Tensor) or leaf not in self._ids:
             return leaf
@@ -286,11 +290,11 @@ class StageRun(StepMode):
             self._values[i] = self._flow.trace.tensors[i].laid_out(self._values[i])
         return self._values.get(i, leaf)
 
-    def _check_ghosts(self, leaves: list[Any], name: str) -> None:
+    def _check_ghosts(self, leaves: list[object], name: str) -> None:
         if any(isinstance(leaf, Ghost) and leaf not in self._ids for leaf in leaves):
             raise self._changed(f"{name} got a tensor that a block made in an earlier step")
 
-    def _check_at_hand(self, values: list[Any], call: TracedCall) -> None:
+    def _check_at_hand(self, values: list[object], call: TracedCall) -> None:
         absent = [value for value in values if isinstance(value, Tensor) and value.is_meta]
         if not absent:
             return

@@ -85,7 +85,7 @@ class Traces:
         self._num_traced: Counter[str] = Counter()  # by name of the step, as those below
         self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)
 
-    def calls(self, name: str, batches: Sequence[Any], rest: Sequence[Any]) -> list[StepCall]:
+    def calls(self, name: str, batches: Sequence[object], rest: Sequence[object]) -> list[StepCall]:
         """The calls ``module.<name>(batch, *rest)``, as the module is now."""
         # What is frozen may change while training.
         trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
@@ -127,7 +127,7 @@ class Traces:
             rest = [numbers.get(_argument(i), value) for i, value in enumerate(call.rest)]
             yield replace(call, rest=rest)
 
-    def _numbers(self, rest: Sequence[Any]) -> dict[str, int]:
+    def _numbers(self, rest: Sequence[object]) -> dict[str, int]:
         """The integers by which a step may decide."""
         arguments = {_argument(i): value for i, value in enumerate(rest) if type(value) is int}
         return {name: getattr(self._module, name) for name in OF_TRAINER} | arguments

@@ -77,7 +77,7 @@ def model_state(run: Run) -> dict[str, Any]:
     return run.checkpoints.model_state()
 
 
-def save(run: Run, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any) -> None:
+def save(run: Run, checkpoint: dict[str, object], path: str | os.PathLike[str], storage_options: object) -> None:
     """Save a checkpoint with the place that a fit is at; every rank calls it."""
     context = run.context
     if context.is_in_parts:
@@ -97,7 +97,7 @@ def save(run: Run, checkpoint: dict[str, Any], path: str | os.PathLike[str], sto
 # ---- going on
 
 
-def load_model(run: Run, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+def load_model(run: Run, checkpoint: Mapping[str, object], *, strict: bool) -> None:
     """Fill the model; all of one that is empty."""
     run.checkpoints.load_model(checkpoint, strict=strict or (run.is_parallel and run.parallel.is_empty))
     if run.is_parallel:

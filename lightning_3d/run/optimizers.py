@@ -121,7 +121,7 @@ def schedulers_skipping(module: LightningModule, skips: Callable[[Optimizer], bo
         yield
 
 
-def _steps_with(scheduler: Any, module: LightningModule, skips: Callable[[Optimizer], bool]) -> bool:
+def _steps_with(scheduler: object, module: LightningModule, skips: Callable[[Optimizer], bool]) -> bool:
     """Whether a scheduler goes with steps, the last of which its optimizer has skipped."""
     optimizer = vars(scheduler).get("optimizer")
     configs = [config for config in module.trainer.lr_scheduler_configs if config.scheduler is scheduler]

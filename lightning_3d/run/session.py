@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from lightning_3d.torch_internals.optimizers import averages_grouped
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
 
 
-def open_before_layout(session: ExitStack, dataclasses: list[type[Any]], resuming: Resuming | None) -> None:
+def open_before_layout(session: ExitStack, dataclasses: list[type[object]], resuming: Resuming | None) -> None:
     """Apply the patches that are needed before the layout is known: dataclasses as pytrees, hooks of resuming.
 
     Args:
@@ -65,14 +64,14 @@ def open_for_steps(session: ExitStack, context: RunContext, parallel: ParallelMo
     )
 
 
-def _enter(session: ExitStack, *contexts: tuple[bool, Callable[[], AbstractContextManager[Any]]]) -> None:
+def _enter(session: ExitStack, *contexts: tuple[bool, Callable[[], AbstractContextManager[object]]]) -> None:
     for is_due, context in contexts:
         if is_due:
             session.enter_context(context())
 
 
 @contextmanager
-def dataclasses_registered(classes: list[type[Any]]) -> Iterator[None]:
+def dataclasses_registered(classes: list[type[object]]) -> Iterator[None]:
     """Let dataclasses that steps pass around be pytrees.
 
     Args:

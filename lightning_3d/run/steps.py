@@ -30,7 +30,7 @@ class Steps:
         self.is_running = False
         """Inside of a step method of the user's."""
 
-    def train(self, batch: Any, rest: Sequence[Any]) -> Any:
+    def train(self, batch: object, rest: Sequence[object]) -> Any:
         """Run ``training_step(batch, *rest)``; returns what it returns."""
         parallel = self._parallel
         with self._running(are_buffers_due=not self.accumulating), self._context.precision.train_step_context():
@@ -39,7 +39,9 @@ class Steps:
                 parallel.budget.look_at(batch)
             return parallel.runner.train(batch, rest, number=self.number, accumulating=self.accumulating)
 
-    def evaluate(self, name: str, precision: AbstractContextManager[None], batch: Any, rest: Sequence[Any]) -> Any:
+    def evaluate(
+        self, name: str, precision: AbstractContextManager[None], batch: object, rest: Sequence[object]
+    ) -> Any:
         """Run ``<name>(batch, *rest)`` without gradients; returns what it returns."""
         # DTensors do not survive inference mode.
         with precision, self._running(are_buffers_due=False), torch.inference_mode(False), torch.no_grad():

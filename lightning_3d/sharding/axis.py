@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,7 @@ class MeshAxis:
         self.mesh = mesh
         self.size, self.rank, self._group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
+    def __deepcopy__(self, memo: dict[int, object]) -> MeshAxis:
         return self  # the ranks stay the same for a copy of the block that they share
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -158,9 +158,9 @@ def of_first_rank(tensor: Tensor, axis: Axis) -> Tensor:
 
 class _OfFirstRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: object, tensor: Tensor, axis: Axis) -> Tensor:
         return collective(functools.partial(axis.of_first_rank, tensor.detach()))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None

@@ -49,7 +49,7 @@ class TensorInterpreter(Interpreter):
         return super().dispatch(call)
 
     @override
-    def read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
+    def read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[object]]) -> Tensor:
         if not isinstance(tensor, ShardedTensor) or not self.is_slice_of_sequence(tensor):
             return super().read_by_each(tensor, contexts)
         gathered = self._sequence_of(tensor)

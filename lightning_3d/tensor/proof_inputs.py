@@ -23,7 +23,7 @@ _HEAD_ROWS = 64
 def proof_inputs(
     block: nn.Module,
     plan: BlockTensorPlan,
-    example: Any,
+    example: object,
     device: torch.device,
     of_first_rank: Callable[[Tensor], Tensor],
 ) -> Any:
@@ -42,7 +42,7 @@ def proof_inputs(
     floats = [leaf for leaf in distinct_tensors(example) if is_continuous(leaf)]
     is_known = any(leaf.requires_grad for leaf in floats)  # else all are differentiable: a mask need not be
 
-    def make(leaf: Any) -> Any:
+    def make(leaf: object) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
@@ -74,7 +74,7 @@ def in_fp32(block: nn.Module) -> Iterator[bool]:
             tensor.data = data
 
 
-def distinct_tensors(tree: Any) -> list[Tensor]:
+def distinct_tensors(tree: object) -> list[Tensor]:
     """Its tensors, each once."""
     distinct = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
     return list(distinct.values())

@@ -28,7 +28,7 @@ SEQUENCE_DIM = 1
 """The dim of the sequence in activations of shape (B, T, D)."""
 
 
-def cut_sequence(args: tuple[Any, ...], axis: Axis) -> tuple[tuple[Any, ...], torch.Size | None]:
+def cut_sequence(args: tuple[object, ...], axis: Axis) -> tuple[tuple[Any, ...], torch.Size | None]:
     """The arguments of a block with the first cut along its sequence, if it is (B, T, D) and each rank gets some of T.
 
     Returns:

@@ -67,11 +67,11 @@ class ShardedForward:
         """Whether weights are sharded over the vocabulary."""
         return bool(self._vocabulary)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """The block's output: plain tensors, lazily gathered ones where nothing is known to read them."""
         return self.on_shards(self._run, args, kwargs)
 
-    def on_shards(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_shards(self, run: Run, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """The same, by what takes and gives sharded tensors."""
         args, sequence = cut_sequence(args, self._axis) if self.plan.is_sequence_parallel else (args, None)
         interpreter = self.interpreter(sequence)
@@ -82,7 +82,7 @@ class ShardedForward:
         output = interpreter.gathered(output, self.plan.unused_outputs)
         return tree_map(_lazy_if_sharded, output) if self.plan.unused_outputs else output
 
-    def _run(self, interpreter: TensorInterpreter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, interpreter: TensorInterpreter, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         with self.parameters(), self.modes(interpreter):
             return self._forward(*args, **kwargs)
 
@@ -137,7 +137,9 @@ class ShardedForward:
         finally:
             self._is_running = False
 
-    def _recompute(self, sequence: torch.Size | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _recompute(
+        self, sequence: torch.Size | None, function: Callable[..., object], *args: object, **kwargs: object
+    ) -> Any:
         """Run the function of a checkpoint inside of the block: in the forward, if reentrant, and in the backward."""
         if self._is_running:
             return function(*args, **kwargs)
@@ -178,10 +180,10 @@ def _own_parameter(parameter: DTensor, axis: MeshAxis, placement: Sharded | None
     return weight
 
 
-def _gather_retained(attributes: dict[str, Any], whole: Callable[[Tensor], Tensor]) -> None:
+def _gather_retained(attributes: dict[str, object], whole: Callable[[Tensor], Tensor]) -> None:
     """Replace sharded tensors in a module's attributes by full ones, which are gathered when they are read."""
 
-    def shown(leaf: Any) -> Any:
+    def shown(leaf: object) -> Any:
         if not isinstance(leaf, ShardedTensor):
             return leaf
         return whole(leaf) if shard_dim(leaf) is None else lazily_gathered(leaf)
@@ -199,5 +201,5 @@ def _holds_sharded_tensor(value: object) -> bool:
     return any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves(value))
 
 
-def _lazy_if_sharded(leaf: Any) -> Any:
+def _lazy_if_sharded(leaf: object) -> Any:
     return lazily_gathered(leaf) if isinstance(leaf, ShardedTensor) else leaf

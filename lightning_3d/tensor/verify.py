@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,8 +62,8 @@ class Verification:
 def verify_block(
     block: nn.Module,
     plan: BlockTensorPlan,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     mesh: DeviceMesh,
     *,
     tolerance: float | None = None,
@@ -115,7 +114,7 @@ def _evaluated(block: nn.Module, device: torch.device) -> Iterator[None]:
 def _proof(
     block: nn.Module,
     plan: BlockTensorPlan,
-    example: Any,
+    example: object,
     device: torch.device,
     axis: ProofAxis,
     tolerance: float | None,
@@ -172,7 +171,7 @@ def _copy(block: nn.Module, shared: Collection[nn.Parameter]) -> nn.Module:
 
 
 def _run(
-    block: nn.Module, inputs: Any, after_forward: Callable[[], None] = lambda: None
+    block: nn.Module, inputs: object, after_forward: Callable[[], None] = lambda: None
 ) -> tuple[Values, Values, Values]:
     """Forward and backward of a random linear function of the outputs, without leaving gradients behind.
 

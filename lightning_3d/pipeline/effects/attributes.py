@@ -107,7 +107,7 @@ class Attributes(Effect):
                     self._found[fqn, name] = self._copied(value)
         return self._found
 
-    def _copied(self, value: Any) -> Any:
+    def _copied(self, value: object) -> Any:
         """A copy of containers, as plain ones; tensors and what is new of other classes as they are."""
         if type(value) is tuple:
             return tuple(map(self._copied, value))

@@ -45,7 +45,7 @@ class LogCall(NamedTuple):
     batch_size: int | None
 
     @classmethod
-    def bound(cls, replicas: Callable[[], dist.ProcessGroup], *args: Any, **kwargs: Any) -> LogCall:
+    def bound(cls, replicas: Callable[[], dist.ProcessGroup], *args: object, **kwargs: object) -> LogCall:
         """The call ``self.log(*args, **kwargs)``.
 
         Args:
@@ -59,7 +59,7 @@ class LogCall(NamedTuple):
         return cls(name=name, given=given, arguments=arguments, batch_size=batch_size)
 
 
-def _check_group(group: Any, replicas: dist.ProcessGroup, name: str) -> None:
+def _check_group(group: object, replicas: dist.ProcessGroup, name: str) -> None:
     """Raise for any group but that of all ranks, which stands for the replicas in every layout."""
     if not is_of_all(group, replicas):
         raise StepError(
@@ -92,11 +92,11 @@ class Logs(NotedCalls[LogCall]):
         group: dist.ProcessGroup = strategy.mesh.group("samples")
         return group
 
-    def _log(self, *args: Any, **kwargs: Any) -> None:
+    def _log(self, *args: object, **kwargs: object) -> None:
         call = LogCall.bound(self._replicas, *args, **kwargs)
         given = call.given
         if id(given) in self._metrics:
-            value: Any = MetricReference(self._metrics[id(given)])
+            value: object = MetricReference(self._metrics[id(given)])
         elif isinstance(given, nn.Module):
             raise StepError(
                 f"self.log({call.name!r}, ...) got a {type(given).__name__} that is not a submodule of"

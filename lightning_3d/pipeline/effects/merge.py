@@ -30,7 +30,7 @@ def are_numbers(tree: Any) -> bool:
     )
 
 
-def _is_one(leaf: Any) -> bool:
+def _is_one(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.numel() == 1
 
 

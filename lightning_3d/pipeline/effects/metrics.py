@@ -74,7 +74,7 @@ class Metrics(NotedCalls[MetricCall]):
             yield
 
     def _on_call(
-        self, fqn: str, metric: nn.Module, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+        self, fqn: str, metric: nn.Module, name: str, method: Callable[..., object], *args: object, **kwargs: object
     ) -> Any:
         if self._is_inside:
             return method(*args, **kwargs)
@@ -163,11 +163,11 @@ def _state(metric: nn.Module) -> dict[str, Any]:
     }
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, Any]:
     """The attributes of a metric that may have changed; of lists that only grew, the new entries."""
-    changed: dict[str, Any] = {}
+    changed: dict[str, object] = {}
     for name, value in after.items():
-        old: Any = before.get(name)
+        old: object = before.get(name)
         if type(old) is type(value) is list and len(value) >= len(old) and all(map(is_, old, value)):
             changed[name] = _Appended(entries=value[len(old) :])
         elif isinstance(value, (Tensor, list, dict)) or name not in before or old is not value:

@@ -104,7 +104,7 @@ class StepEffects:
         """Collect what each effect does."""
         return [effect.collect(context) for effect in self._effects]
 
-    def keep(self, context: StepContext, found: Sequence[Any]) -> None:
+    def keep(self, context: StepContext, found: Sequence[object]) -> None:
         """Keep what was collected where the step ends, with data in place of ghosts."""
         if context.is_last:
             pairs = zip(self._effects, found, strict=True)
@@ -119,7 +119,7 @@ class StepEffects:
         kept = [self._found.pop(index) for index in range(len(sizes))] if is_last else []
         return [effect.join(stage, [own[i] for own in kept], sizes) for i, effect in enumerate(self._effects)]
 
-    def study(self, outputs: Sequence[Any], sizes: Sequence[int], name: str) -> None:
+    def study(self, outputs: Sequence[object], sizes: Sequence[int], name: str) -> None:
         """Let the joiner see the numbers that microbatches of a step logged and returned; nothing is applied."""
         of_logs = [self._found.pop(index)[-1] for index in range(len(sizes))]
         with suppress(StepError):
@@ -161,7 +161,7 @@ class StepEffects:
         with random_states_kept(), state_kept, self.begin(0), self.microbatch(_TRACE):
             yield
 
-    def returned(self, name: str, step: Callable[[], Any]) -> Any:
+    def returned(self, name: str, step: Callable[[], object]) -> Any:
         """Run the step method ``name``; returns its output and what it logged or kept."""
         self.has_side_effects = True  # in case that it is not followed to its end
         output = step()

@@ -40,14 +40,14 @@ class CallsBetweenSteps:
         self._inline, self._ranks, self._rendezvous, self._around = inline, ranks, met, around
         self._has_backward = has_backward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CallsBetweenSteps:
+    def __deepcopy__(self, memo: dict[int, object]) -> CallsBetweenSteps:
         return self
 
     def __reduce__(self) -> Any:
         """A pickled block belongs to no ranks."""
         return type(None), ()
 
-    def run(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Run a call of a block where its weights are; every rank of the replica calls it.
 
         Raises:

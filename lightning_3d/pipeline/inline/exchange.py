@@ -74,8 +74,8 @@ class Exchange:
         fqn: str,
         owner_rank: int,
         call: OwnerCall,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> tuple[Any, Any]:
         """Run a call of a block; every rank calls it with the same arguments.
 
@@ -285,7 +285,7 @@ def _attach_token(
     return left
 
 
-def _shown(channel: GradientChannel, token: Tensor | None, tree: Any) -> Any:
+def _shown(channel: GradientChannel, token: Tensor | None, tree: object) -> Any:
     register_dataclasses(tree)
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(_attach_token(channel, token, leaves, range(len(leaves))), spec)
@@ -303,16 +303,16 @@ def _never() -> Any:
     raise AssertionError("the rank that has the block runs it")
 
 
-def versions_of(tree: Any) -> list[int | None]:
+def versions_of(tree: object) -> list[int | None]:
     """How often each leaf was changed in place; None of those that are no tensors, or do not count."""
     return _versions(tree_leaves(tree))
 
 
-def _versions(leaves: Sequence[Any]) -> list[int | None]:
+def _versions(leaves: Sequence[object]) -> list[int | None]:
     return [version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
-def _as_sent(leaf: Any, fqn: str) -> Any:
+def _as_sent(leaf: object, fqn: str) -> Any:
     """A tensor with the strides that others can make, so that all ranks compute the same bits with it."""
     if not isinstance(leaf, Tensor):
         return leaf

@@ -25,23 +25,23 @@ class Jagged:
     """The ragged one."""
 
 
-def packed(tree: Any) -> Any:
+def packed(tree: object) -> Any:
     """The same with dense tensors alone; the tree itself where these are."""
     return tree_map(_pack, tree) if any(map(_is_jagged, tree_leaves(tree))) else tree
 
 
-def unpacked(tree: Any) -> Any:
+def unpacked(tree: object) -> Any:
     """The inverse of `packed`."""
     if not any(map(_is_packed, tree_leaves(tree, is_leaf=_is_packed))):
         return tree
     return tree_map(lambda leaf: _unpack(leaf) if _is_packed(leaf) else leaf, tree, is_leaf=_is_packed)
 
 
-def _is_packed(leaf: Any) -> bool:
+def _is_packed(leaf: object) -> bool:
     return isinstance(leaf, Jagged)
 
 
-def _is_jagged(leaf: Any) -> bool:
+def _is_jagged(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout is torch.jagged
 
 

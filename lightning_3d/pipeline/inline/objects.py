@@ -18,7 +18,7 @@ State = Mapping[tuple[int, str], Any]
 """Place of an object among the arguments' leaves, and name of an attribute -> a plain value, or a list of tensors."""
 
 
-def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
+def state_of(args: tuple[object, ...], kwargs: dict[str, object]) -> State:
     """The attributes of objects among the arguments of a call of which other ranks are told, if they change."""
     return {
         (i, name): list(value) if isinstance(value, list) else value
@@ -35,7 +35,7 @@ def changed_state(before: State, now: State) -> State:
     return {place: value for place, value in now.items() if place not in before or not is_same(before[place], value)}
 
 
-def set_state(args: tuple[Any, ...], kwargs: dict[str, Any], changed: State) -> None:
+def set_state(args: tuple[object, ...], kwargs: dict[str, object], changed: State) -> None:
     """Let objects among the arguments have what a call changed; lists stay the objects that they are."""
     leaves = tree_leaves((args, kwargs)) if changed else []
     for (i, name), value in changed.items():

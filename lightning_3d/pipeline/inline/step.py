@@ -111,7 +111,9 @@ class InlineStep:
         finally:
             self._is_checkpointing = before
 
-    def on_hidden_function(self, name: str, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_hidden_function(
+        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """Call a custom autograd function: see [Note: custom functions]."""
         args, kwargs = self.weights.with_values((args, kwargs))
         outputs = call(*args, **kwargs)
@@ -127,13 +129,15 @@ class InlineStep:
         """Whether a backward runs, and not that of a custom function."""
         return current_backward() != self._in_backwards[-1]
 
-    def _begin_function(self, gradients: Any) -> None:
+    def _begin_function(self, gradients: object) -> None:
         self._in_backwards.append(current_backward())
 
-    def _end_function(self, gradients: Any, of_outputs: Any) -> None:
+    def _end_function(self, gradients: object, of_outputs: object) -> None:
         self._in_backwards.pop()
 
-    def on_block(self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(
+        self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
         """Run the call of a block where it is, in a step or between steps."""
         if self._is_in_backward():  # computed again, where it is
             return call(*args, **kwargs)
@@ -164,13 +168,13 @@ class InlineStep:
         runner: BlockRunner,
         call: AnyCallable,
         shown: VisibleOutputs,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> tuple[Any, _Left]:
         block, left, noted = runner.block, list[_Left](), list[Noted]()
         before, state = attributes_of(block), state_of(args, kwargs)
 
-        def packed(forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def packed(forward: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
             run = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
             outputs, side, others = packed_run(block, before, noted, (args, kwargs), run)
             values = {name: get_attribute(block, name) for name in others}
@@ -178,11 +182,11 @@ class InlineStep:
             left.append(_Left(side=side, values=plain))
             return outputs
 
-        logs: list[dict[str, Any]] = []
+        logs: list[dict[str, object]] = []
         changing: set[HookCall] = set()
 
         def noting(hook: HookCall, original: Hook) -> Hook:
-            def run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            def run(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> Any:
                 if self._is_in_backward():  # computed again
                     return original(module, args, kwargs, output) if hook in changing else None
                 values = shown((args, kwargs, output))
@@ -196,7 +200,7 @@ class InlineStep:
 
             return run
 
-        def log(name: str, value: Any, **settings: Any) -> None:
+        def log(name: str, value: object, **settings: object) -> None:
             logs.append({"name": name, "value": shown(value), **settings})
 
         with (

@@ -57,7 +57,7 @@ class _Functions(TorchFunctionMode):
         call: Calls one; the first argument is the frame that did.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., object]) -> None:
         super().__init__()
         self._call = call
 
@@ -79,7 +79,7 @@ def _steps(caller: FrameType) -> bool:
     return frame is caller or module == "torch.optim.optimizer"
 
 
-def _unread(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _unread(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """The arguments of a function that changes weights; without data those by which one changes that is elsewhere."""
     groups = [group for group in used_together(name, args, kwargs) if isinstance(group[0], Tensor) and group[0].is_meta]
     unread = {id(tensor) for _, *others in groups for tensor in others}
@@ -190,11 +190,11 @@ class BlockWeights:
         with self._unseen():
             return func(*args, **kwargs)
 
-    def with_values(self, tree: Any) -> Any:
+    def with_values(self, tree: object) -> Any:
         """Put the values of weights in their place, if code outside of blocks reads them."""
         return tree_map_only(Tensor, self._given, tree) if self._sees(tree) else tree
 
-    def _sees(self, tree: Any) -> bool:
+    def _sees(self, tree: object) -> bool:
         has_weights = not self._is_unseen and any(self._source(leaf) is not None for leaf in tree_leaves(tree))
         return has_weights and self._is_in_glue()
 
@@ -228,13 +228,13 @@ class BlockWeights:
             self._sources[tensor] = source
         return tensor
 
-    def _source(self, tensor: Any) -> Tensor | None:
+    def _source(self, tensor: object) -> Tensor | None:
         """The parameter of a block that a tensor is, or is the value or another name of."""
         if not isinstance(tensor, Tensor):
             return None
         return tensor if tensor in self._parameters else self._sources.get(tensor)
 
-    def _owner(self, tensor: Any) -> _Owner | None:
+    def _owner(self, tensor: object) -> _Owner | None:
         source = self._source(tensor)
         return None if source is None else self._parameters[source]
 

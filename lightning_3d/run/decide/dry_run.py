@@ -114,7 +114,7 @@ class DryRun:
 
     @classmethod
     def without_trainer(
-        cls, module: LightningModule, batch: Any, config: ThreeDConfig, precision: ThreeDPrecision, num_states: int
+        cls, module: LightningModule, batch: object, config: ThreeDConfig, precision: ThreeDPrecision, num_states: int
     ) -> DryRun:
         """For a model whose weights may be on the meta device, as the CPU computes it, on the batch of a replica."""
         device = torch.device("cpu")
@@ -276,7 +276,7 @@ def _fill_buffers(module: nn.Module) -> None:
 
 def _step(
     module: LightningModule,
-    batch: Any,
+    batch: object,
     precision: ThreeDPrecision,
     num_states: int,
     config: ThreeDConfig,

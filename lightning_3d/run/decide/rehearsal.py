@@ -28,7 +28,7 @@ from lightning_3d.torch_internals.patches import replaced
 
 @contextmanager
 def with_simulated_fit_start(
-    trainer: Trainer, module: LightningModule, step: str, batch: Any, rest: Sequence[Any]
+    trainer: Trainer, module: LightningModule, step: str, batch: object, rest: Sequence[object]
 ) -> Iterator[None]:
     """Let the module and its Trainer be inside as the first call of a step finds them.
 
@@ -52,7 +52,7 @@ def with_simulated_fit_start(
             if not module.automatic_optimization:
                 stack.enter_context(_stepping_muted(module))
         stage = step.removesuffix("_step").replace("training", "train")
-        arguments: dict[str, tuple[Any, ...]] = {"on_fit_start": ()} if stage == "train" else {}
+        arguments: dict[str, tuple[object, ...]] = {"on_fit_start": ()} if stage == "train" else {}
         arguments |= {f"on_{stage}_start": (), f"on_{stage}_epoch_start": ()}
         arguments |= {f"on_{stage}_batch_start": (batch, rest[0] if rest else 0)}
         with torch.set_grad_enabled(step == "training_step"):
@@ -66,7 +66,7 @@ def with_simulated_fit_start(
 class _Muted:
     """A scheduler in the hands of a step with manual optimization that is traced: it is read, and steps nothing."""
 
-    def __init__(self, present: Any) -> None:
+    def __init__(self, present: object) -> None:
         self._present = present
 
     def __getattr__(self, name: str) -> Any:
@@ -83,15 +83,15 @@ class _MutedOptimizer(_Muted):
         """Run the closure alone."""
         return None if closure is None else closure()
 
-    def zero_grad(self, *_: Any, **__: Any) -> None:
+    def zero_grad(self, *_: object, **__: object) -> None:
         """Nothing: there are no gradients."""
 
 
 def _stepping_muted(module: LightningModule) -> AbstractContextManager[None]:
     """Let a step with manual optimization run without its backwards, and leave parameters and rates alone."""
 
-    def muted(present: Callable[..., Any], kind: type[_Muted]) -> Callable[..., Any]:
-        def all_or_one(*args: Any, **kwargs: Any) -> Any:
+    def muted(present: Callable[..., object], kind: type[_Muted]) -> Callable[..., Any]:
+        def all_or_one(*args: object, **kwargs: object) -> Any:
             found = present(*args, **kwargs)
             return [*map(kind, found)] if isinstance(found, list) else found and kind(found)
 
@@ -105,7 +105,7 @@ def _stepping_muted(module: LightningModule) -> AbstractContextManager[None]:
     return replaced("manual steps", module, {**ignored, **own})
 
 
-def _ignored(*args: Any, **kwargs: Any) -> None:
+def _ignored(*args: object, **kwargs: object) -> None:
     """Nothing, as where a rehearsed hook logs."""
 
 

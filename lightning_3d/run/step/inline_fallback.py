@@ -49,7 +49,7 @@ class InlineFallback(WholeModelRunner):
         self._gradients, self._of_blocks, self._precision = gradients, of_blocks, precision
 
     @override
-    def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
+    def train(self, batch: object, rest: Sequence[object], *, number: int, accumulating: bool) -> Any:
         self._zero.begin_step(splits_backward=False)
         output = self._run(TRAINING, batch, rest, number=number)
         check_loss(output)

@@ -33,7 +33,7 @@ class StepRunner(Protocol):
     """Runs steps on this rank. ``number`` counts steps of any kind, for their random numbers."""
 
     @abstractmethod
-    def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
+    def train(self, batch: object, rest: Sequence[object], *, number: int, accumulating: bool) -> Any:
         """Run ``training_step(batch, *rest)``; returns what it returns, whose loss Lightning runs the backward of.
 
         Args:
@@ -41,7 +41,7 @@ class StepRunner(Protocol):
         """
 
     @abstractmethod
-    def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
+    def evaluate(self, name: str, batch: object, rest: Sequence[object], *, number: int) -> Any:
         """Run ``<name>(batch, *rest)`` without gradients; returns what it returns."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class WholeModelRunner(StepRunner):
         self._module, self._zero, self._randomness = module, zero, randomness
         self._steps_by_hand = False  # inside of a training step with manual optimization
 
-    def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
+    def train(self, batch: object, rest: Sequence[object], *, number: int, accumulating: bool) -> Any:
         self._zero.set_accumulating(accumulating)
         self._steps_by_hand = not self._module.automatic_optimization
         output = self._run(TRAINING, batch, rest, number=number)
@@ -93,12 +93,12 @@ class WholeModelRunner(StepRunner):
             check_loss(output)
         return output
 
-    def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
+    def evaluate(self, name: str, batch: object, rest: Sequence[object], *, number: int) -> Any:
         output = self._run(name, batch, rest, number=number)
         self._zero.wait_params()
         return output
 
-    def _run(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
+    def _run(self, name: str, batch: object, rest: Sequence[object], *, number: int) -> Any:
         def run() -> Any:
             with self._heads.on(), nullcontext() if self._inline is None else self._inline.on():
                 output = getattr(self._module, name)(batch, *rest)
@@ -157,7 +157,7 @@ class PipelineRunner(StepRunner):
         self._has_trained = self._has_failed = False  # whether training steps have, in microbatches
         self._is_inline = False  # the present step
 
-    def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
+    def train(self, batch: object, rest: Sequence[object], *, number: int, accumulating: bool) -> Any:
         self._is_inline = TRAINING in self.inline
         if not self._is_inline:
             try:
@@ -171,7 +171,7 @@ class PipelineRunner(StepRunner):
         self._precision.scales_itself = True
         return self._fallback.train(batch, rest, number=number, accumulating=accumulating)
 
-    def _train_in_microbatches(self, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
+    def _train_in_microbatches(self, batch: object, rest: Sequence[object], *, number: int) -> Any:
         self._precision.scales_itself = False
         self._pending.begin()
         self._zero.begin_step(splits_backward=self._splits_backward)
@@ -185,7 +185,7 @@ class PipelineRunner(StepRunner):
         loss = self._pending.hold(loss_of(output))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
+    def evaluate(self, name: str, batch: object, rest: Sequence[object], *, number: int) -> Any:
         if name not in self.inline:
             try:
                 with self._heads.on():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -24,7 +23,9 @@ def clipping_joined(module: nn.Module, zero: Zero, norm: Norm) -> Iterator[None]
     """
 
     def replace_norm(total_norm: TotalNorm) -> TotalNorm:
-        def joined(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+        def joined(
+            tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: object, **kwargs: object
+        ) -> Tensor:
             gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             owners = {id(p.grad): p for p in module.parameters() if p.grad is not None}
             own = [owners[id(gradient)] for gradient in gradients if id(gradient) in owners]
@@ -40,7 +41,9 @@ def clipping_joined(module: nn.Module, zero: Zero, norm: Norm) -> Iterator[None]
 
         return joined
 
-    def scale(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, *_: Any, **__: Any) -> None:
+    def scale(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, *_: object, **__: object
+    ) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         own = [parameter for parameter in given if parameter in zero.shards]
         others = [p.grad for p in given if p not in zero.shards and p.grad is not None]

@@ -32,7 +32,7 @@ def barrier(ranks: Ranks, device: torch.device) -> None:
     dist.barrier(device_ids=[device.index] if dist.get_backend() == "nccl" else None)
 
 
-def broadcast(ranks: Ranks, obj: Any, device: torch.device, src: int) -> Any:
+def broadcast(ranks: Ranks, obj: object, device: torch.device, src: int) -> Any:
     """Send an object of one rank to all."""
     if ranks.is_alone:
         return obj
@@ -51,7 +51,7 @@ def decide_together(ranks: Ranks, decision: bool, device: torch.device, *, all: 
     return bool(flag)
 
 
-def all_gather(ranks: Ranks, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
+def all_gather(ranks: Ranks, tensor: Tensor, group: object, *, sync_grads: bool) -> Tensor:
     """Stack the tensors of all replicas."""
     if group is None:  # else not all ranks need come here
         ranks.rendezvous.sync_point()
@@ -100,7 +100,7 @@ def _refuse_in_stages(ranks: Ranks, name: str) -> None:
         )
 
 
-def _group(ranks: Ranks, group: Any, name: str) -> Any:
+def _group(ranks: Ranks, group: object, name: str) -> Any:
     samples = ranks.mesh.group("samples")
     if is_of_all(group, samples):
         return samples

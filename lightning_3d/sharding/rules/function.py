@@ -18,7 +18,7 @@ _MAX_NAMES = 4096
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 
 
-def simplified(function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def simplified(function: Function, args: tuple[object, ...]) -> tuple[Any, ...]:
     """The arguments of the same call without what torch has no sharded form for.
 
     ``torch.cat`` gets no tensors of shape (0,), which it ignores whatever the shapes of the others, and as which
@@ -139,7 +139,7 @@ def _collect(values: Iterable[object], found: list[Tensor]) -> None:
             _collect(value.values(), found)
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], value: object) -> Any:
     """A copy of nested tuples, lists and dicts with every tensor changed; torch's result types stay what they are."""
     if isinstance(value, Tensor):
         return change(value)

@@ -105,7 +105,7 @@ def call_locally(function: Function, local_shape: tuple[int, ...], local: Tensor
     return _WITH_SHAPE[function](local, local_shape)
 
 
-def signature(value: Any, operand: Callable[[Tensor], Operand]) -> Any:
+def signature(value: object, operand: Callable[[Tensor], Operand]) -> Any:
     """Arguments of a call as one hashable value."""
     if isinstance(value, Tensor):
         return operand(value)
@@ -121,7 +121,9 @@ def signature(value: Any, operand: Callable[[Tensor], Operand]) -> Any:
 
 
 @functools.lru_cache(_MAX_SIGNATURES)
-def local_form(function: Function, args: Any, kwargs: Any, size: int, uneven: int | None = None) -> LocalForm | None:
+def local_form(
+    function: Function, args: object, kwargs: object, size: int, uneven: int | None = None
+) -> LocalForm | None:
     """Decide for one signature.
 
     Args:
@@ -150,7 +152,7 @@ _rules = functools.cache(ShardingRules)
 
 
 def _decide(
-    function: Function, args: Any, kwargs: Any, rules: ShardingRules, size: int, uneven: int | None
+    function: Function, args: object, kwargs: object, rules: ShardingRules, size: int, uneven: int | None
 ) -> LocalForm:
     operands = list(_operands((args, kwargs)))
     fakes = [_fake(operand.shape, operand) for operand in operands]
@@ -187,7 +189,7 @@ def _shards(operands: Sequence[Operand], form: LocalForm, size: int) -> list[Ten
 
 
 def _call_on_shards(
-    function: Function, args: Any, kwargs: Any, shards: Sequence[Tensor], form: LocalForm
+    function: Function, args: object, kwargs: object, shards: Sequence[Tensor], form: LocalForm
 ) -> list[Tensor]:
     local_args, local_kwargs = _arguments((args, kwargs), iter(shards))
     if form.local_shape is None:
@@ -200,7 +202,7 @@ def _is_bit_cast(args: Any) -> bool:
     return len(args) == 2 and isinstance(args[1].value if isinstance(args[1], Constant) else None, torch.dtype)
 
 
-def _operands(value: Any) -> Iterator[Operand]:
+def _operands(value: object) -> Iterator[Operand]:
     if isinstance(value, Operand):
         yield value
     elif isinstance(value, tuple):
@@ -208,7 +210,7 @@ def _operands(value: Any) -> Iterator[Operand]:
             yield from _operands(item)
 
 
-def _arguments(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _arguments(value: object, tensors: Iterator[Tensor]) -> Any:
     """The arguments that a signature describes, with tensors in place of operands."""
     if isinstance(value, Operand):
         return next(tensors)

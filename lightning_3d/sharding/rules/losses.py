@@ -36,7 +36,7 @@ NAMES = tuple(function.__name__ for function in _OF_CLASSES | _OF_ELEMENTS)
 _SIGNATURES = {function: inspect.signature(function) for function in _OF_CLASSES | _OF_ELEMENTS}
 
 
-def as_rows_over_count(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function | None:
+def as_rows_over_count(function: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Function | None:
     """A function with the same arguments and result as a loss with a reduction; None for any other call."""
     if function not in _SIGNATURES:
         return None
@@ -47,7 +47,7 @@ def as_rows_over_count(function: Function, args: Sequence[Any], kwargs: Mapping[
     return functools.partial(_rows_over_count, function)
 
 
-def _rows_over_count(function: Function, *args: Any, **kwargs: Any) -> Tensor:
+def _rows_over_count(function: Function, *args: object, **kwargs: object) -> Tensor:
     call = _arguments(function, args, kwargs)
     reduction, input = call["reduction"], call["input"]
     losses: Tensor = function(**call | {"reduction": "none"})
@@ -63,7 +63,7 @@ def _rows_over_count(function: Function, *args: Any, **kwargs: Any) -> Tensor:
     return losses.sum() / call["weight"].sum() if is_divided_by_weights else losses.mean()
 
 
-def _count(losses: Tensor, *, target: Tensor, weight: Tensor | None, ignore_index: int, **_: Any) -> Tensor | int:
+def _count(losses: Tensor, *, target: Tensor, weight: Tensor | None, ignore_index: int, **_: object) -> Tensor | int:
     """The divisor of a mean over rows."""
     return losses.numel() if target.is_floating_point() else weights_of_labels(target, weight, ignore_index)
 
@@ -115,7 +115,7 @@ def of_own_elements(call: TorchCall, axis: Axis) -> LocalCall | None:
     return LocalCall(tensors=call.tensors, input_placements=placements, run=call.run, result=along)
 
 
-def _arguments(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(function: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> dict[str, Any]:
     bound = _SIGNATURES[function].bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments

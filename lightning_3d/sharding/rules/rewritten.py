@@ -23,7 +23,7 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _UNSUPPORTED = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
 
 
-def rewritten(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function | None:
+def rewritten(function: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> Function | None:
     """A function with the same arguments and results, for a call that has to be rewritten."""
     if function is F.glu:
         return gated
@@ -40,7 +40,7 @@ def gated(input: Tensor, dim: int = -1) -> Tensor:
     return values * gates.sigmoid()
 
 
-def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def multi_head_attention(*args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
     """The same arguments and results as ``F.multi_head_attention_forward``."""
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()

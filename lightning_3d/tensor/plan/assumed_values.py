@@ -95,7 +95,7 @@ def grouped_mm(input: Tensor, weight: Tensor, *args: object, **kwargs: object) -
 
 def tolist(tensor: Tensor) -> Any:
     """Zeros in place of ``tensor.tolist()``, which takes no subclasses of tensors."""
-    values: Any = tensor.new_empty(()).item()  # assumed, and so noted, once for all
+    values: object = tensor.new_empty(()).item()  # assumed, and so noted, once for all
     for length in reversed(tensor.shape):
         values = [copy.copy(values) for _ in range(length)]
     return values

@@ -29,7 +29,7 @@ class Fakes:
 
 
 @contextmanager
-def on_fakes(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Fakes]:
+def on_fakes(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[Fakes]:
     """Let a block's forward run without data; afterwards the block is what it was.
 
     Args:

@@ -45,7 +45,7 @@ class PlannedForward:
                 count_as_parameter(made[id(part)])
         return {fqn: made[id(part)] for fqn, part in parts.items()}
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, forward: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """Call the forward, in whose block hangs what `found` gave; the block's output."""
         plan = self._plan
         args, sequence = cut_sequence(args, self._axis) if plan.is_sequence_parallel else (args, None)

@@ -85,7 +85,7 @@ class Record:
     read_data: bool = False
 
 
-def record_block(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Record:
+def record_block(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Record:
     """Run a block's forward on fake tensors, and write down its calls.
 
     Raises:

@@ -107,11 +107,11 @@ class _OnRecord(TensorInterpreter):
         self._is_repeatable = True
         """Whether nothing but how its operands lie decides its answer."""
 
-    def now(self, tensor: Any) -> Any:
+    def now(self, tensor: object) -> Any:
         """The tensor in place of a recorded one."""
         return self.sharded.get(id(tensor), tensor)
 
-    def make_whole(self, leaves: Iterable[Any]) -> Sequence[PlannedCollective]:
+    def make_whole(self, leaves: Iterable[object]) -> Sequence[PlannedCollective]:
         """Gather recorded tensors that are sharded; the collectives of the backward of all of them."""
         distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
         met = 0

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Any
 
 from torch import nn
 
@@ -44,8 +43,8 @@ PartSizes = dict[str, tuple[int, ...]]
 
 def plan_block(
     block: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     *,
     size: int,
     excluded: Collection[nn.Parameter] = frozenset(),

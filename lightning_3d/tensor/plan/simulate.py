@@ -142,8 +142,8 @@ class Simulated:
 
 def simulate_block(
     block: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     *,
     choice: Choice,
     terms: Terms,
@@ -292,7 +292,7 @@ class Simulation(TensorInterpreter):
         with self.axis.caused_by(sources=sources_of(tensor)):
             return super().moved(tensor, target)
 
-    def _note_cuts(self, call: TorchCall, tensor: Any) -> None:
+    def _note_cuts(self, call: TorchCall, tensor: object) -> None:
         """Note where a call separates the features of column weights in its first argument, which is `tensor` now."""
         dim = shard_dim(tensor)
         if (

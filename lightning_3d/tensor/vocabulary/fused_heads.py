@@ -109,7 +109,7 @@ class FusedHead:
         """Whether its weight is gathered only where its logits are made, or their loss."""
         return isinstance(self._head, FSDPModule)
 
-    def _call(self, forward: AnyCallable, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, forward: AnyCallable, *args: object, **kwargs: object) -> Any:
         wait_for(self._head.parameters())
         rows = self._rows(args, kwargs)
         return forward(*args, **kwargs) if rows is None else self._lazily(*self._own(rows))
@@ -207,7 +207,7 @@ class FusedHead:
 
 
 def _on_plain_logits(
-    cls: type[torch.autograd.Function], call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type[torch.autograd.Function], call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Any:
     """Answer a custom autograd function, whose backward could not reach a weight that is gone by then."""
     if not cls.__module__.startswith("lightning_3d."):

@@ -202,7 +202,7 @@ def lazily_gathered(activation: ShardedTensor) -> Tensor:
     return _lazily(values, activation.shape, activation.dtype, None)
 
 
-def made(leaf: Any, reader: str = AT_END) -> Any:
+def made(leaf: object, reader: str = AT_END) -> Any:
     """A lazy tensor as a plain one, for the function of that name; anything else as it is."""
     return leaf.plain(reader) if isinstance(leaf, LazyTensor) else leaf
 
@@ -243,11 +243,11 @@ class _Read(torch.autograd.Function):
     """A lazy tensor, values -> the values, with the graph of the former."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: LazyTensor, values: Tensor) -> Tensor:
+    def forward(ctx: object, tensor: LazyTensor, values: Tensor) -> Tensor:
         return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -297,7 +297,7 @@ def _fused(call: CrossEntropy) -> Tensor:
 _ASK_FOR_GRADIENTS = frozenset({Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward})
 
 
-def _hook(name: str, args: Any, kwargs: Any) -> None:
+def _hook(name: str, args: object, kwargs: object) -> None:
     """Note that the gradient of logits is asked for; refuse it where it is too late."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyTensor)]
     calls = [leaf.view_of_head.call for leaf in leaves if leaf.view_of_head is not None]

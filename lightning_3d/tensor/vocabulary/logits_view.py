@@ -84,7 +84,7 @@ class View:
             return None
         return self._elementwise(func, args)
 
-    def _viewed(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    def _viewed(self, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> View | None:
         strides = list(contiguous_stride(self.rows.shape))
         strides.insert(self.class_dim, 0)
         probe = torch.empty_strided(self.shape, strides, dtype=self.dtype, device="meta")
@@ -118,7 +118,7 @@ class View:
         rows = self.rows[index].contiguous()
         return replace(self, rows=rows, class_dim=rows.dim(), has_all_rows=False)
 
-    def _elementwise(self, func: Function, args: Sequence[Any]) -> View | None:
+    def _elementwise(self, func: Function, args: Sequence[object]) -> View | None:
         dtype = func(self._single(), *args).dtype
         if not dtype.is_floating_point:
             return None
@@ -131,7 +131,7 @@ class View:
     def _cast(self, dtype: torch.dtype) -> View:
         return self if dtype == self.dtype else replace(self, epilogue=(*self.epilogue, Cast(dtype)), dtype=dtype)
 
-    def _logarithms(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    def _logarithms(self, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> View | None:
         dim = kwargs.get("dim", args[0] if args else None)
         if self.is_log or type(dim) is not int or dim % len(self.shape) != self.class_dim or "out" in kwargs:
             return None

@@ -99,8 +99,8 @@ class VocabularyRoles:
 
 def find_vocabulary(
     block: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     *,
     size: int,
     logits: ShardedLogits | None,
@@ -146,7 +146,7 @@ def find_vocabulary(
 
 
 def _roles(
-    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: ShardedLogits | None
+    block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], logits: ShardedLogits | None
 ) -> Mapping[str, WeightRoles]:
     """Run the block; FQN -> roles, tied weights alike."""
     record = record_block(block, args, kwargs)
