@@ -253,3 +253,41 @@ def test_blocks_that_couple_samples_are_named_and_left_as_they_were() -> None:
             assert study.coupling_blocks(call, size=4) == expected
             assert torch.equal(state, torch.get_rng_state())
     assert {block.num_calls for block in blocks} == {0}
+
+
+class Regular(nn.Module):
+    """Also gives a loss of its own, as codebooks and experts do."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.loss = nn.Linear(16, 16), nn.Dropout(0.1), loss
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return x + y, self.loss(self.dropout(y))
+
+
+class Regularised(L.LightningModule):
+    def __init__(self, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 16), Regular(loss), nn.Linear(16, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, own = self.block(self.first(batch[0]))
+        loss: Tensor = self.last(x).square().mean() + 0.1 * own
+        return loss
+
+
+OWN_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "mean": (lambda y: y.square().mean(), False),
+    "constant": (lambda y: torch.ones(()), False),
+    "sum": (lambda y: y.square().sum(), True),
+    "of the batch's mean": (lambda y: y.mean(0).square().sum(), True),
+}
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_blocks_whose_own_loss_is_no_mean_over_samples_are_named(name: str) -> None:
+    loss, couples = OWN_LOSSES[name]
+    with _studied(Regularised(loss), _batch(8)) as (study, call):
+        assert study.coupling_blocks(call, size=4) == (("block",) if couples else ())

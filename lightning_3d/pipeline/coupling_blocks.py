@@ -1,14 +1,17 @@
 """Blocks that couple the samples of their batch, which with a pipeline is a microbatch.
 
 A block with code of the user's runs twice, alone, with random weights and inputs: the second time half of the samples
-are others, which changes what the first half gives only if samples meet. Integers and masks are zero meanwhile, and a
-block that does not run so, or that is large, is not told of. Of BatchNorm the plan tells.
+are others, which changes what the first half gives only if samples meet. What it gives without a dimension of samples,
+as a loss of its own, counts as the mean of the microbatches'; so where it depends on them, the block also runs on each
+half. Integers and masks are zero meanwhile, and a block that does not run so, or that is large, is not told of. Of
+BatchNorm the plan tells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,7 @@ from lightning_3d.pipeline.loss_kind import is_close, tolerance
 from lightning_3d.pipeline.microbatch_concat import grown_dim
 from lightning_3d.torch_internals.modules import BatchNorm, named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
-from lightning_3d.trace.fake_blocks import random_like, run_with_state
+from lightning_3d.trace.fake_blocks import RandomnessSeen, random_like, run_with_state
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
 
@@ -83,22 +86,39 @@ class _Probe:
         device = next(meta.device for meta in self._metas if isinstance(meta, TensorMeta))
         generators = Generators(device)
         with torch.no_grad(), generators.torch_seeded(0):
-            stand_ins = {tensor: random_like(tensor, device) for tensor in self._state.values()}
+            weights = {tensor: random_like(tensor, device) for tensor in self._state.values()}
             inputs, others = self._inputs(), self._inputs()
-        outputs = []
-        for given in (inputs, self._with_other_half(inputs, others)):
-            state = {name: stand_ins[tensor].clone() for name, tensor in self._state.items()}
+
+        def run(given: Sequence[Any]) -> list[Any]:
+            state = {name: weights[tensor].clone() for name, tensor in self._state.items()}
             args, kwargs = as_called(tree_unflatten(given, self._spec))
             with torch.no_grad(), generators.torch_seeded(1):
-                outputs.append(tree_leaves(run_with_state(self._block, state, args, kwargs)))
-        return any(
-            not _are_alike(*(leaf.narrow(dim, 0, leaf.shape[dim] // 2) for leaf in pair))
-            for *pair, dim in zip(*outputs, dims[: len(outputs[0])], strict=True)
-            if dim is not None
-        )
+                return tree_leaves(run_with_state(self._block, state, args, kwargs))
+
+        with RandomnessSeen() as randomness:
+            whole = run(inputs)
+        mixed, dims = run(self._with_other_half(inputs, others)), dims[: len(whole)]
+        for *pair, dim in zip(whole, mixed, dims, strict=True):
+            if dim is not None and not _are_alike(*(leaf.narrow(dim, 0, leaf.shape[dim] // 2) for leaf in pair)):
+                return True
+        of_batch = [i for i, dim in enumerate(dims) if dim is None and _have_changed(whole[i], mixed[i])]
+        if not of_batch:
+            return False
+        with _evaluated(self._block) if randomness.seen else nullcontext():  # halves would draw other numbers
+            joined, *halves = run(inputs), run(self._half(inputs, 0)), run(self._half(inputs, 1))
+        return any(not _are_alike(joined[i], (halves[0][i] + halves[1][i]) / 2) for i in of_batch)
 
     def _inputs(self) -> list[Any]:
         return [meta.random() if isinstance(meta, TensorMeta) else meta for meta in self._metas]
+
+    def _half(self, inputs: Sequence[Any], index: int) -> list[Any]:
+        """The samples of the first half of these, or of the second."""
+        given: list[Any] = []
+        for leaf, meta, of_part in zip(inputs, self._metas, self._of_part, strict=True):
+            dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
+            own = leaf if isinstance(leaf, Tensor) else of_part
+            given.append(own if dim is None else own.narrow(dim, index * (own.shape[dim] // 2), own.shape[dim] // 2))
+        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
 
     def _with_other_half(self, inputs: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """These, where the second half of the samples are others."""
@@ -110,6 +130,23 @@ class _Probe:
                 leaf = torch.cat([leaf.narrow(dim, 0, size), other.narrow(dim, size, leaf.shape[dim] - size)], dim)
             mixed.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
         return mixed
+
+
+@contextmanager
+def _evaluated(block: nn.Module) -> Iterator[None]:
+    """Have a block in evaluation mode inside."""
+    modes = {module: module.training for module in block.modules()}
+    block.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
+
+
+def _have_changed(first: object, second: object) -> bool:
+    """Whether a result is real numbers that other samples change."""
+    return isinstance(first, Tensor) and first.is_floating_point() and not torch.equal(first, cast(Tensor, second))
 
 
 def _are_alike(first: Tensor, second: Tensor) -> bool:

@@ -61,11 +61,15 @@ class LossTerms:
             return []
         other = next(leaf for leaf in args if leaf is not trained[0])
         if name in _TIMES:
-            return [replace(term, factor=term.factor * float(other)) for term in self.of(trained[0])]
-        if args[0] is not trained[0] or not other:
+            return [replace(term, factor=term.factor * _number(other)) for term in self.of(trained[0])]
+        if args[0] is not trained[0] or not _number(other):
             return []
-        return [replace(term, factor=term.factor / float(other)) for term in self.of(trained[0])]
+        return [replace(term, factor=term.factor / _number(other)) for term in self.of(trained[0])]
 
     def note(self, number: Tensor, terms: list[LossTerm]) -> None:
         """A function has made it of these terms."""
         self._of_sums[id(number)] = number, terms
+
+
+def _number(factor: Tensor | float) -> float:
+    return float(factor.detach() if isinstance(factor, Tensor) else factor)
