@@ -283,6 +283,8 @@ OWN_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "constant": (lambda y: torch.ones(()), False),
     "sum": (lambda y: y.square().sum(), True),
     "of the batch's mean": (lambda y: y.mean(0).square().sum(), True),
+    "use of codes": (lambda y: torch.special.entr((9 * y).softmax(-1).mean((0, 1))).sum(), True),
+    "certainty of codes": (lambda y: torch.special.entr((9 * y).softmax(-1)).sum(-1).mean(), False),
 }
 
 

@@ -86,7 +86,7 @@ class _Probe:
         device = next(meta.device for meta in self._metas if isinstance(meta, TensorMeta))
         generators = Generators(device)
         with torch.no_grad(), generators.torch_seeded(0):
-            weights = {tensor: random_like(tensor, device) for tensor in self._state.values()}
+            weights = {tensor: _weights_like(tensor, device) for tensor in self._state.values()}
             inputs, others = self._inputs(), self._inputs()
 
         def run(given: Sequence[Any]) -> list[Any]:
@@ -98,6 +98,8 @@ class _Probe:
         with RandomnessSeen() as randomness:
             whole = run(inputs)
         mixed, dims = run(self._with_other_half(inputs, others)), dims[: len(whole)]
+        if not all(leaf.isfinite().all() for leaf in whole if isinstance(leaf, Tensor)):
+            return False  # it does not take such weights
         for *pair, dim in zip(whole, mixed, dims, strict=True):
             if dim is not None and not _are_alike(*(leaf.narrow(dim, 0, leaf.shape[dim] // 2) for leaf in pair)):
                 return True
@@ -130,6 +132,13 @@ class _Probe:
                 leaf = torch.cat([leaf.narrow(dim, 0, size), other.narrow(dim, size, leaf.shape[dim] - size)], dim)
             mixed.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
         return mixed
+
+
+def _weights_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Matrices as layers begin with, so that softmaxes and the like are far from linear; positive vectors."""
+    if tensor.ndim < 2 or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+        return random_like(tensor, device)
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=device) / tensor.shape[-1] ** 0.5
 
 
 @contextmanager
