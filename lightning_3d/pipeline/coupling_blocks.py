@@ -138,7 +138,8 @@ def _weights_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Matrices as layers begin with, so that softmaxes and the like are far from linear; positive vectors."""
     if tensor.ndim < 2 or not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
         return random_like(tensor, device)
-    return torch.randn(tensor.shape, dtype=tensor.dtype, device=device) / tensor.shape[-1] ** 0.5
+    drawn = torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+    return drawn.mul_(tensor.shape[-1] ** -0.5)
 
 
 @contextmanager
