@@ -260,9 +260,9 @@ def _lack(tensor: AbsentTensor) -> _Lack:
 def _needs_values(name: str, absent: AbsentTensor) -> StepError:
     return StepError(
         f"{name} needs the values of {_lack(absent).fqn}, or of what was computed from it, but it"
-        f" {_lack(absent).place}, and this rank has its shape alone. Do it on every rank {SUMMON}. Or change one"
-        " parameter by another itself, as target.data.mul_(0.9).add_(source.data, alpha=0.1): stages send each other"
-        " such values."
+        f" {_lack(absent).place}, and this rank has its shape alone. Do it on every rank {SUMMON}, and give it the copy"
+        " where one is read, such as an average. Or change one parameter by another itself, as"
+        " target.data.mul_(0.9).add_(source.data, alpha=0.1): stages send each other such values."
     )
 
 
