@@ -187,6 +187,11 @@ class Mesh:
             self.slices[names] = self.device_mesh[names]
         return self.slices[names]
 
+    def ranks(self, *names: str) -> list[int]:
+        """The global ranks along axes of `device_mesh`, this one among them."""
+        found: list[int] = self.sliced(*names).mesh.flatten().tolist()
+        return found
+
     def axis(self, name: AxisName) -> DeviceMesh:
         """The one-dimensional mesh along an axis, through this rank; all of them share `device_mesh` as their root.
         With hybrid sharding dp is none of them: see `shard_axes` and `group`.

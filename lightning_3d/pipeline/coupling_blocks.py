@@ -107,8 +107,9 @@ class _Probe:
         if not of_batch:
             return False
         with _evaluated(self._block) if randomness.seen else nullcontext():  # halves would draw other numbers
-            joined, *halves = run(inputs), run(self._half(inputs, 0)), run(self._half(inputs, 1))
-        return any(not _are_alike(joined[i], (halves[0][i] + halves[1][i]) / 2) for i in of_batch)
+            whole = run(inputs) if randomness.seen else whole
+            first, second = run(self._half(inputs, 0)), run(self._half(inputs, 1))
+        return any(not _are_alike(whole[i], (first[i] + second[i]) / 2) for i in of_batch)
 
     def _inputs(self) -> list[Any]:
         return [meta.random() if isinstance(meta, TensorMeta) else meta for meta in self._metas]

@@ -153,8 +153,9 @@ class LossCodeRuns:
         parameters = [p for p in self._module.parameters() if p.requires_grad and not p.is_meta]
         loss = check_loss(output)
         terms = run.terms.of(loss) if trained else []
+        terms = terms if len(terms) > 1 else []  # one is the loss
         with torch.autocast(loss.device.type, enabled=False):  # as the backward after a step is
-            of_terms = [(term.factor, term.gradients(trained)) for term in terms if len(terms) > 1]
+            of_terms = [(term.factor, term.gradients(trained)) for term in terms]
             gradients = torch.autograd.grad(loss, [*trained, *parameters], allow_unused=True)
         of_trained = iter(gradients)
         return LossCodeRun(

@@ -209,15 +209,16 @@ class Run:
             self.config = self.choice.of(self.config)
             self.ranks.change_mesh(self.trainer, self.config)
 
-    def train_with(self, optimizers: Sequence[Optimizer]) -> None:
+    def train_with(self, optimizers: Sequence[Optimizer]) -> TrainedOptimizers:
         """Let these step the model from now on. Others may take the place of those that there were in training, too."""
         if self.optimizers is not None and self.optimizers.optimizers == optimizers:
-            return
+            return self.optimizers
         self._show_gradients()
         if self.optimizers is not None:
             self.optimizers.close()
             self.optimizers = None
         self.optimizers = TrainedOptimizers(optimizers, self.parallel, self.context)
+        return self.optimizers
 
     def _show_gradients(self) -> None:
         """Let gradients that have accumulated be whole, and the next optimizers' to take."""
@@ -227,18 +228,15 @@ class Run:
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
         """Around the step of an optimizer."""
-        self.train_with(self._strategy.optimizers)
-        assert self.optimizers is not None
-        with self.optimizers.step(optimizer):
+        with self.train_with(self._strategy.optimizers).step(optimizer):
             yield
 
     def begin_batch(self) -> None:
         """Before a training step."""
-        self.train_with(self._strategy.optimizers)
-        assert self.optimizers is not None
+        optimizers = self.train_with(self._strategy.optimizers)
         if self.ranks.control is not None:
             self.ranks.control.begin_batch()
-        self.optimizers.begin_batch()
+        optimizers.begin_batch()
 
     def measure_steps(self, recorder: SpanRecorder | None) -> None:
         """Have the schedules of the steps that follow measured by this, or by none. Every rank calls it."""

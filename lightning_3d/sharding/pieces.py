@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_3d.sharding.placement import Placement, Shard
+from lightning_3d.sharding.placement import Placement, Shard, with_length
 
 
 def padded(shard: Tensor, at: Shard) -> Tensor:
@@ -21,7 +21,7 @@ def padded(shard: Tensor, at: Shard) -> Tensor:
     if at.lengths is None or shard.shape[at.dim] == max(at.lengths):
         return shard.contiguous()
     missing = max(at.lengths) - shard.shape[at.dim]
-    return torch.cat([shard, shard.new_zeros(_with(shard.shape, at.dim, missing))], at.dim)
+    return torch.cat([shard, shard.new_zeros(with_length(shard.shape, at.dim, missing))], at.dim)
 
 
 def by_rank(full: Tensor, at: Shard, size: int) -> Tensor:
@@ -56,10 +56,10 @@ def exchanged(
     own, wanted = (before[rank], before[rank + 1]), (after[rank], after[rank + 1])
     if source.dim == target.dim:
         sent = [_overlap(own, other) for other in pairwise(after)]
-        return sent, [_with(shape, source.dim, _overlap(wanted, other)) for other in pairwise(before)]
-    got = _with(shape, target.dim, wanted[1] - wanted[0])
+        return sent, [with_length(shape, source.dim, _overlap(wanted, other)) for other in pairwise(before)]
+    got = with_length(shape, target.dim, wanted[1] - wanted[0])
     return [stop - start for start, stop in pairwise(after)], [
-        _with(got, source.dim, stop - start) for start, stop in pairwise(before)
+        with_length(got, source.dim, stop - start) for start, stop in pairwise(before)
     ]
 
 
@@ -73,13 +73,9 @@ def num_padded(shape: Sequence[int], *placements: Placement) -> int:
     """The number of elements of a full tensor whose shards are as long as the longest."""
     for at in placements:
         if isinstance(at, Shard) and at.lengths is not None:
-            return math.prod(_with(shape, at.dim, max(at.lengths) * len(at.lengths)))
+            return math.prod(with_length(shape, at.dim, max(at.lengths) * len(at.lengths)))
     return math.prod(shape)
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
     return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
-
-
-def _with(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
-    return (*shape[:dim], length, *shape[dim + 1 :])

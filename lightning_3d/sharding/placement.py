@@ -123,8 +123,13 @@ Sharded = Shard | InterleavedShard
 
 def full_shape(local: Sequence[int], placement: Sharded, size: int) -> tuple[int, ...]:
     """The shape of the tensor of which a rank has a part of this shape."""
-    dim, lengths = placement.dim, placement.lengths if isinstance(placement, Shard) else None
-    return (*local[:dim], local[dim] * size if lengths is None else sum(lengths), *local[dim + 1 :])
+    lengths = lengths_of(placement)
+    return with_length(local, placement.dim, local[placement.dim] * size if lengths is None else sum(lengths))
+
+
+def with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    """A shape with another length of a dim."""
+    return (*shape[:dim], length, *shape[dim + 1 :])
 
 
 Placement = Replicate | Shard | InterleavedShard | Partial

@@ -11,11 +11,11 @@ glue, whose tensors may be on another stage; instead each block called inside of
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,33 @@ def reads_meta_only(func: AnyCallable) -> bool:
     return getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS
 
 
-class StepMode(TorchFunctionMode):
+class SeesCheckpoints(ABC):
+    """A step whose code outside of blocks may use custom autograd functions and checkpoints."""
+
+    is_checkpointing = False
+    """Whether the present code was called by ``torch.utils.checkpoint``."""
+
+    @abstractmethod
+    def is_in_glue(self) -> bool:
+        """Whether the present code is outside of blocks."""
+
+    @abstractmethod
+    def on_hidden_function(
+        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
+        """Answer a custom autograd function."""
+
+    @contextmanager
+    def checkpointed(self) -> Iterator[None]:
+        """Run what ``torch.utils.checkpoint`` was called with."""
+        before, self.is_checkpointing = self.is_checkpointing, True
+        try:
+            yield
+        finally:
+            self.is_checkpointing = before
+
+
+class StepMode(SeesCheckpoints, TorchFunctionMode):
     """A mode that sees every torch function called in glue and every call of a block.
 
     Inside a block it is off the stack, so blocks run at full speed.
@@ -85,8 +111,6 @@ class StepMode(TorchFunctionMode):
         self._router = router
         self._is_answering = False  # inside of a torch function that is being answered
         self._hidden = ExitStack()
-        self.is_checkpointing = False
-        """Whether the present glue was called by ``torch.utils.checkpoint``."""
 
     @abstractmethod
     def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,15 +160,6 @@ class StepMode(TorchFunctionMode):
         answer: Tensor = self.on_hidden_function(name, joint if self.has_replicas else alone, (tensor,), {})
         return answer
 
-    @contextmanager
-    def checkpointed(self) -> Iterator[None]:
-        """Run glue that ``torch.utils.checkpoint`` was called with."""
-        before, self.is_checkpointing = self.is_checkpointing, True
-        try:
-            yield
-        finally:
-            self.is_checkpointing = before
-
     def __enter__(self) -> StepMode:
         assert self._router.step is None, "steps don't nest"
         self._router.step = self
@@ -173,21 +188,6 @@ def present_step() -> StepMode | None:
     """The mode that sees the present code, if that is glue."""
     modes = (mode for mode in function_modes() if isinstance(mode, StepMode))
     return next((mode for mode in modes if mode.is_in_glue()), None)
-
-
-class SeesCheckpoints(Protocol):
-    """A step whose code outside of blocks may use custom autograd functions and checkpoints."""
-
-    def is_in_glue(self) -> bool:
-        """Whether the present code is outside of blocks."""
-
-    def checkpointed(self) -> AbstractContextManager[None]:
-        """Run what ``torch.utils.checkpoint`` was called with."""
-
-    def on_hidden_function(
-        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
-        """Answer a custom autograd function."""
 
 
 @contextmanager

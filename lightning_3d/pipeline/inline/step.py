@@ -31,7 +31,7 @@ from lightning_3d.pipeline.inline.weights import BlockWeights, has_given_weights
 from lightning_3d.torch_internals.autograd import NO_BACKWARD, current_backward
 from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.trace.interception import Router, hidden_calls_seen
+from lightning_3d.trace.interception import Router, SeesCheckpoints, hidden_calls_seen
 from lightning_3d.trace.side_outputs import (
     Hook,
     HookCall,
@@ -57,7 +57,7 @@ class _Left:
     """Attributes that it set to plain values."""
 
 
-class InlineStep:
+class InlineStep(SeesCheckpoints):
     """Runs calls of blocks for a step's code.
 
     Args:
@@ -70,7 +70,7 @@ class InlineStep:
         self._module = module
         self._router, self._exchange, self._owner_ranks = router, exchange, owner_ranks
         self.weights = BlockWeights(module, router.blocks, owner_ranks, exchange)
-        self._is_checkpointing = self._has_functions = False
+        self._has_functions = False
         self._in_backwards = [NO_BACKWARD]  # in which glue runs, the innermost last: those of custom functions
 
     @contextmanager
@@ -101,15 +101,6 @@ class InlineStep:
     def is_in_glue(self) -> bool:
         """Whether the present code is outside of blocks, and no backward runs it but that of a custom function."""
         return self._router.step is self and not self._is_in_backward()
-
-    @contextmanager
-    def checkpointed(self) -> Iterator[None]:
-        """Run code that ``torch.utils.checkpoint`` was called with: of it the blocks alone are computed again."""
-        before, self._is_checkpointing = self._is_checkpointing, True
-        try:
-            yield
-        finally:
-            self._is_checkpointing = before
 
     def on_hidden_function(
         self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
@@ -208,7 +199,7 @@ class InlineStep:
             hooks_replaced(block, frozenset(), noting),
             runner.forward_through(packed),
         ):
-            if self._is_checkpointing:
+            if self.is_checkpointing:
                 output = checkpoint(lambda *args: call(*args, **kwargs), *args, use_reentrant=False)
             else:
                 output = call(*args, **kwargs)

@@ -103,7 +103,7 @@ def _let_meet(context: RunContext, own: Iterable[nn.Module]) -> None:
     for block in own:
         running(block).read = partial(tree_map, made)
         is_unit = isinstance(block, FSDPModule)
-        ranks = context.mesh.sliced(*(("dp_shard", "tp") if is_unit else ("tp",))).mesh.flatten().tolist()
+        ranks = context.mesh.ranks(*(("dp_shard", "tp") if is_unit else ("tp",)))
         if len(ranks) > 1 and holds_parts(block):
             running(block).sync_check = partial(context.rendezvous.sync_check, ranks, in_steps=not is_unit)
 

@@ -98,4 +98,4 @@ def _inline(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module], ro
 def ranks_with_model(mesh: Mesh, zero: Zero) -> list[int]:
     """The ranks that have the model among them, with this one."""
     shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
-    return sorted(mesh.sliced(*shared).mesh.flatten().tolist())
+    return sorted(mesh.ranks(*shared))

@@ -68,7 +68,7 @@ def fused_heads(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]
         )
         for block in (plan.blocks if context.config.activations.fused_loss == "auto" else ())
     }
-    tp = context.mesh.sliced("tp").mesh.flatten().tolist()
+    tp = context.mesh.ranks("tp")
     sync_check = partial(context.rendezvous.sync_check, tp, in_steps=True)
     return FusedHeads(planned, MeshAxis(context.mesh.axis("tp")) if len(tp) > 1 else None, sync_check)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_3d.sharding.placement import with_length
 from lightning_3d.sharding.rules.function import Function, tensors_in
 from lightning_3d.sharding.rules.watched_ops import WatchedOps
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
@@ -238,4 +239,4 @@ def _geometry(tensor: Tensor) -> object:
 def _own_shape(shape: Sequence[int], dim: int | None, size: int) -> tuple[int, ...]:
     if dim is None:
         return tuple(shape)
-    return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
+    return with_length(shape, dim, shape[dim] // size)

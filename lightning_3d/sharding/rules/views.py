@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.sharding.axis import Axis
-from lightning_3d.sharding.placement import Shard, Sharded, chunked, in_parts, lengths_of
+from lightning_3d.sharding.placement import Shard, Sharded, chunked, in_parts, lengths_of, with_length
 from lightning_3d.sharding.rules.call import LocalCall, TorchCall
 from lightning_3d.sharding.rules.function import Function, tensors_in
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, parts_of, placement_of, shard_dim
@@ -205,7 +205,7 @@ def make_alike(call: TorchCall, axis: Axis) -> LocalCall | None:
     values = call.args[2:] if is_listed else ()
 
     def run(local: Tensor) -> Any:
-        return call.function(local, _with(sizes, dim, local.shape[dim]), *values, **call.kwargs)
+        return call.function(local, with_length(sizes, dim, local.shape[dim]), *values, **call.kwargs)
 
     return LocalCall(tensors=(tensor,), input_placements=(at,), run=run, result=at)
 
@@ -220,7 +220,7 @@ def _reshape(
 ) -> LocalCall:
     """A view of the only tensor; `shape` is the full result's."""
     bounds = Shard(result.dim, lengths_of(result)).bounds(shape[result.dim], axis.size)
-    local_shape = _with(shape, result.dim, bounds[axis.rank + 1] - bounds[axis.rank])
+    local_shape = with_length(shape, result.dim, bounds[axis.rank + 1] - bounds[axis.rank])
     return LocalCall(
         tensors=(call.args[0],),
         input_placements=(at,),
@@ -240,7 +240,7 @@ def cut_pieces(call: TorchCall, dim: int) -> list[tuple[int, int]] | None:
     for piece in tensors_in(call.function(whole, *call.args[1:], **call.kwargs)):
         if piece.stride() != whole.stride() or piece.storage_offset() % whole.stride(dim):
             return None
-        if _with(piece.shape, dim, 0) != _with(whole.shape, dim, 0):
+        if with_length(piece.shape, dim, 0) != with_length(whole.shape, dim, 0):
             return None
         start = piece.storage_offset() // whole.stride(dim)
         pieces.append((start, start + piece.shape[dim]))
@@ -300,7 +300,3 @@ def _adds_dims(index: object) -> bool:
     items = index if isinstance(index, tuple) else (index,)
     taken = [item for item in items if item is not None and item is not Ellipsis]
     return any(item is None for item in items) and all(isinstance(i, slice) and i == slice(None) for i in taken)
-
-
-def _with(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
-    return (*shape[:dim], length, *shape[dim + 1 :])
