@@ -91,7 +91,8 @@ class _Probe:
 
         def run(given: Sequence[Any]) -> list[Any]:
             state = {name: weights[tensor].clone() for name, tensor in self._state.items()}
-            args, kwargs = as_called(tree_unflatten(given, self._spec))
+            own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]  # it may change them
+            args, kwargs = as_called(tree_unflatten(own, self._spec))
             with torch.no_grad(), generators.torch_seeded(1):
                 return tree_leaves(run_with_state(self._block, state, args, kwargs))
 
@@ -121,7 +122,7 @@ class _Probe:
             dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
             own = leaf if isinstance(leaf, Tensor) else of_part
             given.append(own if dim is None else own.narrow(dim, index * (own.shape[dim] // 2), own.shape[dim] // 2))
-        return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+        return given
 
     def _with_other_half(self, inputs: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """These, where the second half of the samples are others."""
@@ -131,7 +132,7 @@ class _Probe:
             if dim is not None:
                 size = leaf.shape[dim] // 2
                 leaf = torch.cat([leaf.narrow(dim, 0, size), other.narrow(dim, size, leaf.shape[dim] - size)], dim)
-            mixed.append(leaf.clone() if isinstance(leaf, Tensor) else leaf)
+            mixed.append(leaf)
         return mixed
 
 
