@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from functools import cache
 from types import FrameType
 
+Place = tuple[str, int, str]
+"""File, line and function."""
+
 _OWN = frozenset({"torch", "lightning_3d", "contextlib"})
 
 
@@ -31,11 +34,17 @@ def _first_part(module: str) -> str:
     return module.partition(".")[0]
 
 
-def is_of_user(frame: FrameType) -> bool:
-    """Whether a frame runs code outside torch and this package."""
-    return package_of(frame) not in _OWN
+def user_places(frame: FrameType | None) -> list[Place]:
+    """Where frames run code outside torch and this package, from the outermost; steps ask at each call of a block."""
+    places = []
+    while frame is not None:
+        if _first_part(frame.f_globals.get("__name__", "")) not in _OWN:
+            places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return places[::-1]
 
 
-def place_of(frame: FrameType) -> str:
-    """File, line and function of a frame."""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+def shown(place: Place) -> str:
+    """A place as text."""
+    file, line, function = place
+    return f"{file}:{line} in {function}"

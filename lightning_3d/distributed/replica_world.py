@@ -73,6 +73,7 @@ _USERS = ("torch.distributed.nn.", "torch.nn.modules.", "torch.utils.data.")
 _OTHERS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_3d")
 
 
+@cache  # a collective of torch's asks several times
 def is_users(module: str) -> bool:
     """Whether code of a module runs for the user's, and not for the strategy or for torch itself."""
     return module.startswith(_USERS) or module.partition(".")[0] not in _OTHERS

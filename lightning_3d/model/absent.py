@@ -147,6 +147,11 @@ class AbsentTensor(Tensor):
             return None  # the stage that holds it takes the values
         if func == GET_DEVICE:
             return _lack(args[0]).model.device
+        if name == "__get__":  # optimizers ask each parameter in each step whether it has a gradient
+            with DisableTorchFunctionSubclass():
+                found = func(*args)
+            if not isinstance(found, Tensor):
+                return found
         if _reads_kind_alone(name, args):
             return func(*tree_map_only(AbsentTensor, _of_its_kind, args), **kwargs)
         if name == "to" and isinstance(args[0], AbsentTensor):

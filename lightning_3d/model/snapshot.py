@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_3d.distributed.generator_states import generators_of, states_kept
@@ -183,6 +184,9 @@ class _Data:
 def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Put the state of a module, and of all modules inside of it, back afterwards.
 
+    Autograd's anomaly mode is off inside: it would note the stack of each operator of a run that trains nothing, and
+    raise at the NaN of numbers that are made up.
+
     Args:
         without_data: Modules inside of it whose tensors' data is not touched.
     """
@@ -192,7 +196,11 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
         Snapshot((inner for inner in modules if id(inner) not in untouched), package=_package_of(type(module))),
         Snapshot((inner for inner in modules if id(inner) in untouched), with_data=False),
     ]
-    with states_kept(generators_of(modules)), CodeCaches(modules).put_back():
+    with (
+        torch.autograd.set_detect_anomaly(False),
+        states_kept(generators_of(modules)),
+        CodeCaches(modules).put_back(),
+    ):
         try:
             yield
         finally:
