@@ -17,6 +17,7 @@ from lightning_3d.pipeline.batch_loss import LossReduction
 from lightning_3d.pipeline.effects.effect import StepContext
 from lightning_3d.pipeline.effects.merge import Merger
 from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.pipeline.glue_seen import HandedOver
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.pipeline.traces import StepCall
@@ -193,16 +194,25 @@ class PipelineStep:
         randomness = partial(self.stages.randomness.block, self.number, index)
         router = self.stages.router
         ends_in_trace, draw = self.decision.ends_in_trace, self._draw(stage, index)
-        run = StageRun(router, flow, stage, received, randomness, draw, ends_in_trace=ends_in_trace)
+        handed = self._handed(stage, part)
+        run = StageRun(router, flow, stage, received, randomness, draw, ends_in_trace=ends_in_trace, handed=handed)
         # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.
         kept = attributes_kept(router.blocks, flow.trace.block_side_effects if stage > self.stages.last else ())
         with effects.microbatch(context), kept:
             answer = run.run(call)
+            if handed is not None:
+                handed.check(part.name)
             output, found = answer if is_end else (answer, effects.collect(context))
             effects.keep(context, found)
         if context.is_last:
             self.outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
         return output
+
+    def _handed(self, stage: int, part: StepCall) -> HandedOver | None:
+        """What notes the computations of a microbatch, where all of its step runs."""
+        is_part = self.loss_code is None or part is not self.loss_code.call
+        glue = self.decision.glue
+        return HandedOver(glue) if glue is not None and is_part and stage >= self.stages.last else None
 
     def _draw(self, stage: int, index: int) -> Draw:
         if self.loss_code is None or stage < self.stages.last:

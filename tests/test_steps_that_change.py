@@ -1,0 +1,125 @@
+"""Steps that come to do otherwise than those that were studied, by attributes and draws of which no trace tells."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.losses import LossNet, Outputs, labelled
+from tests.parity import Job, Layout, Outcome, assert_parity, run_layout
+from tests.workers import WorkerPools
+
+
+class Changing(LossNet):
+    """Changes its features from the third step on, by a counter of its own."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor], replicas: int = 1) -> None:
+        super().__init__("mean", replicas)
+        self.change, self.seen = change, 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return super().forward(self.change(x) if self.seen > 2 and self.training else x)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    return 0.7 * x + 0.3 * x.flip(0)
+
+
+def _mixed_by_chance(x: Tensor) -> Tensor:
+    return x.lerp(x.roll(1, 0), random.random())
+
+
+def _cut_and_pasted(x: Tensor) -> Tensor:
+    start = np.random.randint(0, 4)
+    x = x.clone()
+    x[:, start : start + 2] = x.flip(0)[:, start : start + 2]
+    return x
+
+
+def _pasted_by_a_view(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, :2].copy_(x[torch.tensor(np.random.permutation(len(x)))][:, :2])
+    return x
+
+
+def _by_numpy(x: Tensor) -> Tensor:
+    return torch.from_numpy(0.5 * (x.numpy() + x.numpy()[::-1]))
+
+
+COUPLING = {f.__name__.strip("_"): f for f in (_mixed, _mixed_by_chance, _cut_and_pasted, _pasted_by_a_view, _by_numpy)}
+
+
+def _run(workers: WorkerPools, model: Callable[[], LossNet], layout: Layout, **settings: int) -> list[Outcome]:
+    job = Job(model=model, data=labelled, **{"steps": 5, **settings})
+    ranks = run_layout(workers, job, layout)
+    assert_parity(Job(model=partial(model, replicas=layout.dp), data=labelled, **{"steps": 5, **settings}), ranks)
+    return ranks
+
+
+@pytest.mark.parametrize("change", COUPLING)
+def test_samples_that_come_to_meet_before_the_blocks_are_those_of_the_batch(change: str, workers: WorkerPools) -> None:
+    ranks = _run(workers, partial(Changing, COUPLING[change]), Layout(pp=2, num_microbatches=2, mode="auto"))
+    assert ranks[0].plan is not None
+    assert "couples samples" in str(ranks[0].plan.inline)
+
+
+def test_replicas_whose_samples_come_to_meet(workers: WorkerPools) -> None:
+    layout = Layout(pp=2, dp=2, num_microbatches=2, mode="auto", zero=2)
+    ranks = _run(workers, partial(Changing, _mixed), layout)
+    assert ranks[0].plan is not None
+    assert "couples samples" in str(ranks[0].plan.inline)
+
+
+def _augmented(x: Tensor) -> Tensor:
+    return x + 0.1 * x.flip(2)
+
+
+def _limited(x: Tensor) -> Tensor:
+    return _augmented(x).clamp(max=2) if x.max() > 1.6 else _augmented(x)
+
+
+STAYING = {
+    "another augmentation": (_augmented, Layout(pp=2, num_microbatches=2), {"accumulate_grad_batches": 2}),
+    "one that the data choose": (_limited, Layout(pp=2, dp=2, num_microbatches=2, zero=2), {}),
+}
+
+
+@pytest.mark.parametrize("name", STAYING)
+def test_steps_that_change_and_still_take_each_sample_by_itself_stay_in_microbatches(
+    name: str, workers: WorkerPools
+) -> None:
+    change, layout, settings = STAYING[name]
+    ranks = _run(workers, partial(Changing, change), layout, **settings)
+    assert ranks[0].plan is not None
+    assert ranks[0].plan.inline is None
+
+
+class Relabelled(LossNet):
+    """Compares with other labels from the third step on."""
+
+    def __init__(self, replicas: int = 1) -> None:
+        super().__init__("mean", replicas)
+        self.of_labels, self.loss, self.seen = self.loss, self._loss, 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+    def _loss(self, outputs: Outputs, labels: Tensor) -> Tensor:
+        return self.of_labels(outputs, labels.flip(0) if self.seen > 2 and self.training else labels)
+
+
+def test_samples_that_come_to_meet_in_the_loss(workers: WorkerPools) -> None:
+    ranks = _run(workers, Relabelled, Layout(pp=2, num_microbatches=2))
+    assert ranks[0].plan is not None
+    assert any("couples samples" in text for text in ranks[0].plan.findings.losses)
