@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from lightning_3d.pipeline.glue_seen import HandedOver, SeenGlue, UnseenError
+from lightning_3d.pipeline.stage_run import plain_call
 from tests.losses import LossNet, Outputs, labelled
 from tests.parity import Job, Layout, Outcome, assert_parity, run_layout
 from tests.workers import WorkerPools
@@ -123,3 +127,62 @@ def test_samples_that_come_to_meet_in_the_loss(workers: WorkerPools) -> None:
     ranks = _run(workers, Relabelled, Layout(pp=2, num_microbatches=2))
     assert ranks[0].plan is not None
     assert any("couples samples" in text for text in ranks[0].plan.findings.losses)
+
+
+class _Noting(TorchFunctionMode):
+    """Shows a run all that is computed."""
+
+    def __init__(self, handed: HandedOver) -> None:
+        super().__init__()
+        self._handed = handed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._handed.call(plain_call, func, args, kwargs or {})
+
+
+def _logged(x: Tensor) -> Tensor:
+    x.flip(0).mean()
+    return x * 2
+
+
+def _written(x: Tensor) -> Tensor:
+    x = x * 1
+    x[0].mul_(2)
+    return x
+
+
+Computing = Callable[[Tensor], Tensor]
+STEPS: dict[str, tuple[Computing, Computing, bool]] = {
+    "another number": (lambda x: x * 2 + 1, lambda x: x * 0.3 + 2.5, False),
+    "another place": (lambda x: x[:, 1:3], lambda x: x[:, 0:2], False),
+    "more often": (lambda x: torch.stack([x[0], x[1]]), lambda x: torch.stack([x[1], x[1], x[0]]), False),
+    "logged": (lambda x: x * 2, _logged, False),
+    "another function": (lambda x: x * 2, lambda x: x.flip(0) * 2, True),
+    "another order": (lambda x: torch.cat([x[:2], x[2:]]).exp(), lambda x: torch.cat([x.exp()[:2], x[2:]]), True),
+    "along the samples": (lambda x: x - x.mean(1, True), lambda x: x - x.mean(0, True), True),
+    "another word": (lambda x: x.div(2), lambda x: x.div(2, rounding_mode="floor"), True),
+    "written through a view": (lambda x: x * 1, _written, True),
+    "read": (lambda x: x * 1, lambda x: torch.from_numpy(x.numpy()) * 1, True),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_computations_that_count(name: str) -> None:
+    glue, (first, second, is_other) = SeenGlue(), STEPS[name]
+
+    def run(step: Computing) -> None:
+        handed = HandedOver(glue)
+        x = torch.ones(4, 3)
+        with _Noting(handed):
+            x = step(x)
+        handed.hand("block", [x])
+        handed.check("training_step")
+
+    run(first)
+    glue.is_studied = False
+    run(first)
+    if is_other:
+        with pytest.raises(UnseenError, match="training_step has come to compute"):
+            run(second)
+    else:
+        run(second)

@@ -108,7 +108,11 @@ class HandedOver:
 
 
 def _described(leaf: object) -> Hashable:
-    """A flag or a word as it is; of others their type, as numbers change from step to step."""
+    """A flag or a word as it is; of others their type, as numbers change from step to step, but for zero, which may be
+    the dim of the samples.
+    """
     if isinstance(leaf, (bool, str)):
         return leaf
-    return "a number" if isinstance(leaf, (int, float)) else type(leaf).__name__
+    if isinstance(leaf, (int, float)):
+        return "0" if type(leaf) is int and leaf == 0 else "a number"
+    return type(leaf).__name__

@@ -144,7 +144,8 @@ class LossStudy:
         """Why microbatches can't run the code before and between the blocks; None if it takes each sample by itself.
 
         It is run on the batch's own data, several times if it draws numbers of Python's or NumPy's, or reads such as
-        torch may have drawn, which may decide what it does (``if random.random() < 0.5``), and on mixed data, as rows of a batch may be the same.
+        torch may have drawn, which may decide what it does (``if random.random() < 0.5``), and on mixed data, as rows
+        of a batch may be the same.
 
         Args:
             size: As for ``find``.
