@@ -127,6 +127,8 @@ class LossCodeRuns:
         self._module, self._rank_module, self._router, self._effects = module, rank_module, router, effects
         self._traces = traces
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
+        self.has_drawn = False
+        """Whether the code before the blocks drew random numbers of torch's when it ran last."""
 
     def flow(self, call: StepCall) -> StageFlow:
         """The trace of a call, cut before the code after the blocks.
@@ -187,6 +189,7 @@ class LossCodeRuns:
         for i, part in enumerate(parts):
             runs.append(GlueRun(self._router, self.flow(part), partial(draws.note, i), flow.trace, i))
             self._run_glue(runs[i], part, seed)
+        self.has_drawn = draws.have_drawn
         run = WholeGlueRun(self._router, flow, draws.repeat, runs, shares, whole.size)
         self._run_glue(run, whole, seed)
         return run.repeats_per_sample

@@ -143,9 +143,9 @@ class LossStudy:
     def coupling(self, call: StepCall, *, size: int) -> StepError | None:
         """Why microbatches can't run the code before and between the blocks; None if it takes each sample by itself.
 
-        It is run on the batch's own data, several times if it draws numbers of Python's or NumPy's, or reads such as
-        torch may have drawn, which may decide what it does (``if random.random() < 0.5``), and on mixed data, as rows
-        of a batch may be the same.
+        It is run on the batch's own data, several times if it draws numbers of Python's or NumPy's, or of torch's
+        that it may read, which may decide what it does (``if random.random() < 0.5``), and on mixed data, as rows of a
+        batch may be the same.
 
         Args:
             size: As for ``find``.
@@ -153,7 +153,8 @@ class LossStudy:
         own = samples_of(call.batch, 0, 2 * size)
         try:
             with self._isolated(_halves(call, own)):
-                for seed in range(self._num_seeds(call)):
+                self._compare_glue(call, own, 0)
+                for seed in range(1, _NUM_SEEDS if self._may_decide_by_draws(call) else 1):
                     self._compare_glue(call, own, seed)
                 try:
                     self._compare_glue(call, _mixed(own, size, _MIXED), 0)
@@ -179,11 +180,12 @@ class LossStudy:
         except Exception:
             return ()  # the step does not run, which others tell
 
-    def _num_seeds(self, call: StepCall) -> int:
+    def _may_decide_by_draws(self, call: StepCall) -> bool:
+        """After the code before the blocks has run."""
         seed_host(0)  # as traces begin
         trace = self._traces.trace(call)
-        is_decided = trace.host_position != host_position() or not _READS.isdisjoint(trace.of_batch)
-        return _NUM_SEEDS if is_decided else 1
+        draws_on_host = trace.host_position != host_position()
+        return draws_on_host or (self._runs.has_drawn and not _READS.isdisjoint(trace.of_batch))
 
     def _compare_glue(self, call: StepCall, batch: object, seed: int) -> None:
         *parts, whole = _halves(call, batch)
