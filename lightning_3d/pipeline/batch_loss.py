@@ -24,7 +24,7 @@ from lightning_3d.waits import long_wait
 
 _MAX_FRUITLESS = 8  # studies of a step that show nothing, as its loss is not finite
 _MAX_NAMED = 3  # blocks in a message
-_MAX_DOUBTS = 32  # times that a step is studied again, as it does otherwise than before
+_MAX_DOUBTS = 100  # times that a step is studied again, as it does otherwise than before
 _Path: TypeAlias = "tuple[str, Hashable]"  # of a step of this name
 _SAYS = {
     LossKind.MEAN: "is the mean of those of the microbatches",

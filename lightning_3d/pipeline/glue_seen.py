@@ -89,22 +89,19 @@ class HandedOver:
         others = (_described(leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         return frozenset({(name, frozenset((*others, *(maker for maker, _ in made))))}).union(*behind)
 
-    def check(self, name: str) -> None:
-        """After the run of a step of this name.
-
-        Raises:
-            UnseenError: it has other computations than those that were studied.
-        """
+    def problem(self, name: str) -> UnseenError | None:
+        """After the run of a step of this name: whether it has other computations than those that were studied."""
         new = self._computations - self._glue.known
         if self._glue.is_studied:
             self._glue.known |= new
-        elif new:
-            functions = ", ".join(sorted({function for function, _ in new})[:_MAX_NAMED])
-            raise UnseenError(
-                f"{name} has come to compute what it hands to its blocks, or compares with what they give, by other"
-                f" calls than when it was found out whether microbatches can run it: {functions}. Do the same in all"
-                " steps, or set pipeline.mode=inline."
-            )
+        if self._glue.is_studied or not new:
+            return None
+        functions = ", ".join(sorted({function for function, _ in new})[:_MAX_NAMED])
+        return UnseenError(
+            f"{name} has come to compute what it hands to its blocks, or compares with what they give, by other calls"
+            f" than when it was found out whether microbatches can run it: {functions}. Do the same in all steps, or"
+            " set pipeline.mode=inline."
+        )
 
 
 def _described(leaf: object) -> Hashable:

@@ -17,7 +17,7 @@ from lightning_3d.pipeline.batch_loss import LossReduction
 from lightning_3d.pipeline.effects.effect import StepContext
 from lightning_3d.pipeline.effects.merge import Merger
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.pipeline.glue_seen import HandedOver
+from lightning_3d.pipeline.glue_seen import HandedOver, UnseenError
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.pipeline.traces import StepCall
@@ -79,6 +79,8 @@ class PipelineStep:
     loss_scale: float
     outputs: dict[int, Any] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
+    unseen: list[UnseenError] = field(default_factory=list)
+    """What its microbatches did otherwise than those that were studied; it fails when all have run."""
     failures: list[Failure] = field(default_factory=list)
     """Why this rank can't go on with it, see [Note: steps that fail]."""
 
@@ -153,6 +155,8 @@ class PipelineStep:
         """Run the tail on the whole batch for what it gives besides gradients."""
         if self.decision.problem is not None:
             raise self.decision.problem
+        if self.unseen:
+            raise self.unseen[0]
         if self.loss_code is not None and not self.loss_code.trains and self.stages.last in self.stages.own:
             with torch.no_grad(), no_dispatch_modes():  # they have seen this code run by microbatch
                 self._run_loss_code(self.loss_code)
@@ -200,8 +204,8 @@ class PipelineStep:
         kept = attributes_kept(router.blocks, flow.trace.block_side_effects if stage > self.stages.last else ())
         with effects.microbatch(context), kept:
             answer = run.run(call)
-            if handed is not None:
-                handed.check(part.name)
+            if handed is not None and (unseen := handed.problem(part.name)) is not None:
+                self.unseen.append(unseen)
             output, found = answer if is_end else (answer, effects.collect(context))
             effects.keep(context, found)
         if context.is_last:
