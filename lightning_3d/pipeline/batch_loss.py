@@ -66,7 +66,8 @@ class BatchLoss:
 
     A finding holds for the path that it was made on: the calls that a step makes (``Trace.path``) with its flags, and
     with its decisions by the epoch, the step and the batch. Batches of other lengths that take the same path share it:
-    how a loss joins samples is a matter of what is called, not of how large the tensors are.
+    how a loss joins samples is a matter of what is called, not of how large the tensors are. A later step that computes
+    what it hands to blocks otherwise (``glue_seen.py``) is studied, too, and the finding is then right for both.
 
     Args:
         setting: ``pipeline.loss``.
@@ -263,9 +264,11 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
     averages = {**first.averages, **second.averages}
     averages |= {name: ways & averages[name] for name, ways in first.averages.items()}
     kind, denominators = max(first.kind, second.kind), first.denominators & second.denominators
-    is_sum = LossKind.SUM in (first.kind, second.kind) and first.kind != second.kind  # which is no mean, and none of it
+    is_sum_too = (
+        LossKind.SUM in (first.kind, second.kind) and first.kind != second.kind
+    )  # no weights are right for both
     return LossFound(
-        kind=LossKind.WHOLE if is_sum or (kind == LossKind.WEIGHTED and not denominators) else kind,
+        kind=LossKind.WHOLE if is_sum_too or (kind == LossKind.WEIGHTED and not denominators) else kind,
         averages=averages,
         denominators=denominators,
         ends_in_trace=first.ends_in_trace and second.ends_in_trace,
