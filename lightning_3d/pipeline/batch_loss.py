@@ -264,11 +264,9 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
     averages = {**first.averages, **second.averages}
     averages |= {name: ways & averages[name] for name, ways in first.averages.items()}
     kind, denominators = max(first.kind, second.kind), first.denominators & second.denominators
-    is_sum_too = (
-        LossKind.SUM in (first.kind, second.kind) and first.kind != second.kind
-    )  # no weights are right for both
+    no_weights_fit = LossKind.SUM in (first.kind, second.kind) and first.kind != second.kind
     return LossFound(
-        kind=LossKind.WHOLE if is_sum_too or (kind == LossKind.WEIGHTED and not denominators) else kind,
+        kind=LossKind.WHOLE if no_weights_fit or (kind == LossKind.WEIGHTED and not denominators) else kind,
         averages=averages,
         denominators=denominators,
         ends_in_trace=first.ends_in_trace and second.ends_in_trace,

@@ -60,17 +60,18 @@ class HandedOver:
     def call(self, draw: AnyCallable, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Let ``draw`` make a call on the batch alone."""
         leaves = tree_leaves((args, kwargs))
-        versions = [(leaf, version_of(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        versions = [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
         name = getattr(func, "__name__", str(func))
         behind = self._behind(name, leaves)
         answer = draw(func, args, kwargs)
-        for tensor, version in versions:
-            if version_of(tensor) != version:
+        for tensor, version in zip(tensors, versions, strict=True):
+            if not tensor.is_inference() and version_of(tensor) != version:
                 self._written[storage_of(tensor)] = tensor, behind
         for leaf in tree_leaves(answer):
             if not isinstance(leaf, Tensor):  # a number or an array, which may come back
                 self._computations |= behind
-            elif not any(leaf is tensor for tensor, _ in versions):
+            elif not any(leaf is tensor for tensor in tensors):
                 self._made[leaf] = name, behind
         return answer
 
