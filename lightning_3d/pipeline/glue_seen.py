@@ -1,8 +1,8 @@
-"""What the code around the blocks computes from the batch alone, and hands to blocks or to calls on what they gave.
+"""Computations on the batch alone, in the code around the blocks, whose results go to blocks or to calls on theirs.
 
-What was found out about a step holds for these computations, and no further: an attribute or a random number, of which
-no trace tells, may let later steps mix samples. They are compared by names of functions and of what made their
-arguments; numbers, sizes and data may be others in each step, and how often something is done.
+A finding about a step holds for these, and no further: an attribute or a random number, of which no trace tells, may
+let later steps mix samples. They are compared by names of functions and of what made their arguments; numbers, sizes
+and data may be others in each step, and how often something is done.
 
     x = 0.7 * x + 0.3 * x.flip(0)       mul of a number; flip; add of mul
     if x.max() > 1:                     bool of gt; gt of max, a number
@@ -62,7 +62,7 @@ class HandedOver:
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         versions = [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
-        name = getattr(func, "__name__", str(func))
+        name = getattr(func, "__name__", type(func).__name__)
         behind = self._behind(name, leaves)
         answer = draw(func, args, kwargs)
         for tensor, version in zip(tensors, versions, strict=True):

@@ -80,7 +80,7 @@ class PipelineStep:
     outputs: dict[int, Any] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
     unseen: list[UnseenError] = field(default_factory=list)
-    """What its microbatches did otherwise than those that were studied; it fails when all have run."""
+    """By run of a microbatch that did otherwise than those that were studied; the step fails when all have run."""
     failures: list[Failure] = field(default_factory=list)
     """Why this rank can't go on with it, see [Note: steps that fail]."""
 
@@ -213,7 +213,7 @@ class PipelineStep:
         return output
 
     def _handed(self, stage: int, part: StepCall) -> HandedOver | None:
-        """What notes the computations of a microbatch, where all of its step runs."""
+        """Notes the computations of a microbatch, on the last stage, where all of its step runs."""
         is_part = self.loss_code is None or part is not self.loss_code.call
         glue = self.decision.glue
         return HandedOver(glue) if glue is not None and is_part and stage >= self.stages.last else None
