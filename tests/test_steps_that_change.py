@@ -94,7 +94,7 @@ def _limited(x: Tensor) -> Tensor:
 
 
 STAYING = {
-    "another augmentation": (_augmented, Layout(pp=2, num_microbatches=2), {"accumulate_grad_batches": 2}),
+    "another augmentation": (_augmented, Layout(pp=2, num_microbatches=2), {"accumulate_grad_batches": 3, "steps": 2}),
     "one that the data choose": (
         _limited,
         Layout(pp=2, dp=2, num_microbatches=2, zero=3, zero_settings={"reshard_after_forward": True}),
