@@ -152,6 +152,10 @@ def _at_times(x: Tensor) -> Tensor:
     return x.lerp(x.flip(0), 0.3) if random.random() < 0.3 else x
 
 
+def _at_times_by_torch(x: Tensor) -> Tensor:
+    return x.lerp(x.flip(0), 0.3) if torch.rand(()) < 0.3 else x
+
+
 class Between(Using):
     """Has code between its blocks."""
 
@@ -178,6 +182,7 @@ COUPLING: dict[str, tuple[LossNet, str | None]] = {
     "picked by torch": (_before(_mixed(lambda n: torch.randint(n, (n,)))), "randint .* draws random numbers"),
     "shuffled by NumPy": (_before(_mixed(np.random.permutation)), "draws other numbers of Python's or NumPy's"),
     "at times": (_before(_at_times), COUPLES),
+    "at times by torch": (_before(_at_times_by_torch), COUPLES),
     "less its mean": (_before(lambda x: x - x.mean(0)), COUPLES),
     "less a number": (_before(lambda x: x - float(x.mean())), COUPLES),
     "between blocks": (Between(lambda x: x.lerp(x.flip(0), 0.3)), COUPLES),

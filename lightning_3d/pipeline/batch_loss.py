@@ -16,6 +16,7 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import StepError, ThreeDError
 from lightning_3d.pipeline.effects.merge import Reduction
 from lightning_3d.pipeline.glue_run import CoupledError
+from lightning_3d.pipeline.glue_seen import SeenGlue
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
 from lightning_3d.pipeline.traces import StepCall, cached
@@ -23,6 +24,7 @@ from lightning_3d.waits import long_wait
 
 _MAX_FRUITLESS = 8  # studies of a step that show nothing, as its loss is not finite
 _MAX_NAMED = 3  # blocks in a message
+_MAX_DOUBTS = 100  # times that a step is studied again, as it does otherwise than before
 _Path: TypeAlias = "tuple[str, Hashable]"  # of a step of this name
 _SAYS = {
     LossKind.MEAN: "is the mean of those of the microbatches",
@@ -53,6 +55,8 @@ class LossReduction:
     repeats_per_sample: Sequence[int] | None = None
     """In what the code after the blocks gets, where it runs on the whole batch (``row_order.py``); only the last stage
     knows them."""
+    glue: SeenGlue | None = None
+    """The computations that all of this holds for, where it was found out by steps."""
     problem: ThreeDError | None = None
     """Found by the last stage, to be raised on all ranks."""
 
@@ -62,7 +66,8 @@ class BatchLoss:
 
     A finding holds for the path that it was made on: the calls that a step makes (``Trace.path``) with its flags, and
     with its decisions by the epoch, the step and the batch. Batches of other lengths that take the same path share it:
-    how a loss joins samples is a matter of what is called, not of how large the tensors are.
+    how a loss joins samples is a matter of what is called, not of how large the tensors are. A later step that computes
+    what it hands to blocks otherwise (``glue_seen.py``) is studied, too, and the finding is then right for both.
 
     Args:
         setting: ``pipeline.loss``.
@@ -86,6 +91,9 @@ class BatchLoss:
         self._is_last = dist.get_rank() == source
         self._is_by_microbatch = setting in ("mean", "sum")  # the user's word
         self._found: dict[_Path, LossFound] = {}
+        self._glue: dict[_Path, SeenGlue] = {}  # as of these findings
+        self._present: SeenGlue | None = None  # of the last step
+        self._num_doubts = 0
         self._paths: OrderedDict[Hashable, _Path] = OrderedDict()  # by kind of call
         self._told: dict[str, LossKind] = {}  # by name of the step: the strictest that was found
         self._num_fruitless: Counter[str] = Counter()  # studies of a step
@@ -118,6 +126,7 @@ class BatchLoss:
             averages=found.averages,
             ends_in_trace=found.ends_in_trace and found.kind != LossKind.WHOLE and not self._is_by_microbatch,
             joins_values=can_join and not self._study.trace(parts[0]).has_side_effects,
+            glue=self._present if trains and not self._is_by_microbatch else None,
         )
         if not self._is_last:
             return decision
@@ -135,22 +144,32 @@ class BatchLoss:
             return replace(decision, problem=problem)
         return decision
 
+    def doubts(self) -> bool:
+        """The last step did otherwise than those that were studied; returns whether it is when it runs again."""
+        self._num_doubts += 1
+        if self._present is not None:
+            self._present.is_doubted = True
+        return self._num_doubts <= _MAX_DOUBTS
+
     def _find(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound:
         """The finding about a step, which is known or made now.
 
         Raises:
             StepError: microbatches can't run it.
         """
+        self._present = None
         if len(parts) == 1:
             if whole.name not in self._told:  # those of other replicas may show something
                 self._study_together(whole, parts)
             return LossFound(kind=LossKind.MEAN)
         path = cached(self._paths, whole.kind, partial(self._path, whole, parts))
-        if path not in self._found:
+        glue = self._glue.setdefault(path, SeenGlue())
+        if is_studied := path not in self._found or glue.is_doubted:
             if (found := self._study_together(whole, parts)) is None:
                 return LossFound(kind=LossKind.WHOLE)  # nothing valid to study yet
-            self._found[path] = found
-        found = self._found[path]
+            self._found[path] = _stricter(self._found.get(path, found), found)
+        found, self._present = self._found[path], glue
+        glue.is_studied, glue.is_doubted = is_studied, False
         if found.coupling is not None and not self._is_by_microbatch:
             raise StepError(str(found.coupling))
         return found
@@ -245,8 +264,9 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
     averages = {**first.averages, **second.averages}
     averages |= {name: ways & averages[name] for name, ways in first.averages.items()}
     kind, denominators = max(first.kind, second.kind), first.denominators & second.denominators
+    no_weights_fit = LossKind.SUM in (first.kind, second.kind) and first.kind != second.kind
     return LossFound(
-        kind=LossKind.WHOLE if kind == LossKind.WEIGHTED and not denominators else kind,
+        kind=LossKind.WHOLE if no_weights_fit or (kind == LossKind.WEIGHTED and not denominators) else kind,
         averages=averages,
         denominators=denominators,
         ends_in_trace=first.ends_in_trace and second.ends_in_trace,

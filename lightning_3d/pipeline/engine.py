@@ -21,11 +21,12 @@ from lightning_3d.distributed.agreement import gather_numbers, raise_on_all_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.pipeline.attempt import Failure, agree
+from lightning_3d.pipeline.attempt import Failure, StepFailed, agree
 from lightning_3d.pipeline.batch_loss import BatchLoss, LossReduction
 from lightning_3d.pipeline.effects.merge import Merger
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
+from lightning_3d.pipeline.glue_seen import UnseenError
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossStudy
 from lightning_3d.pipeline.microbatches import batch_size, split_batch
@@ -185,6 +186,10 @@ class PipelineEngine:
         assert schedule is not None
         self._last[name] = step.flows, schedule
         return self._apply(reports)
+
+    def studies_again(self, failed: StepFailed) -> bool:
+        """Whether a step that failed is to run again: it did otherwise than those that were studied, and is studied."""
+        return failed.is_undone and isinstance(failed.error, UnseenError) and self._batch_loss.doubts()
 
     def _agree(self, step: PipelineStep, everyone: dist.ProcessGroup | None) -> None:
         """Go on where all ranks can; else leave nothing of the step.

@@ -127,6 +127,8 @@ class LossCodeRuns:
         self._module, self._rank_module, self._router, self._effects = module, rank_module, router, effects
         self._traces = traces
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
+        self.has_drawn = False
+        """Whether the code before the blocks drew random numbers of torch's when it ran last."""
 
     def flow(self, call: StepCall) -> StageFlow:
         """The trace of a call, cut before the code after the blocks.
@@ -168,12 +170,15 @@ class LossCodeRuns:
             branches_on_data=run.branches_on_data,
         )
 
-    def repeats_per_sample(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> list[int]:
+    def repeats_per_sample(
+        self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, seed: int = 0
+    ) -> list[int]:
         """Compare the code before the tail on a batch and on its parts; returns the numbers of views in what the tail
         gets, by tensor.
 
         Args:
             shares: The parts' shares of the samples.
+            seed: Of torch's draws.
 
         Raises:
             CoupledError: it couples samples.
@@ -183,13 +188,14 @@ class LossCodeRuns:
         received_concats(LOSS_CODE, flow, [self.flow(part) for part in parts], shares)
         for i, part in enumerate(parts):
             runs.append(GlueRun(self._router, self.flow(part), partial(draws.note, i), flow.trace, i))
-            self._run_glue(runs[i], part)
+            self._run_glue(runs[i], part, seed)
+        self.has_drawn = draws.have_drawn
         run = WholeGlueRun(self._router, flow, draws.repeat, runs, shares, whole.size)
-        self._run_glue(run, whole)
+        self._run_glue(run, whole, seed)
         return run.repeats_per_sample
 
-    def _run_glue(self, run: GlueRun, call: StepCall) -> None:
-        torch.manual_seed(0)  # one draw for a batch, as of a factor, is then the same for all parts
+    def _run_glue(self, run: GlueRun, call: StepCall, seed: int) -> None:
+        torch.manual_seed(seed)  # one draw for a batch, as of a factor, is then the same for all parts
         with torch.no_grad():
             self._run(run, call, StepContext(stage=0, microbatch=0, is_last=False, runs_on_full_batch=True))
 

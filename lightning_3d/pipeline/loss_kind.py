@@ -23,7 +23,7 @@ _PIECE = 2**18  # elements that are compared at a time, so that copies in float6
 
 
 class LossKind(IntEnum):
-    """In order: a later kind is valid wherever an earlier one is, and costs more."""
+    """In order: a later kind costs more. One of weights is valid for means, too, and `WHOLE` for all."""
 
     MEAN = 0
     SUM = 1

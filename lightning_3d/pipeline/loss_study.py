@@ -48,7 +48,8 @@ _LOGIT = 4.0  # greatest size of numbers of both signs, whose sigmoid comes near
 _OF_PROBABILITIES = "binary_cross_entropy"  # which aborts a GPU's process where it gets other numbers
 _IGNORED = -100  # where torch ignores labels unless told otherwise
 _EXACT = 1e-6
-_NUM_HOST_SEEDS = 32
+_NUM_SEEDS = 32
+_READS = frozenset({"__bool__", "__float__", "__index__", "__int__", "item", "numpy", "tolist"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +143,9 @@ class LossStudy:
     def coupling(self, call: StepCall, *, size: int) -> StepError | None:
         """Why microbatches can't run the code before and between the blocks; None if it takes each sample by itself.
 
-        It is run on the batch's own data, several times if it draws numbers of Python's or NumPy's, which may decide
-        what it does (``if random.random() < 0.5``), and on mixed data, as rows of a batch may be the same.
+        It is run on the batch's own data, several times if it draws numbers of Python's or NumPy's, or of torch's
+        that it may read, which may decide what it does (``if random.random() < 0.5``), and on mixed data, as rows of a
+        batch may be the same.
 
         Args:
             size: As for ``find``.
@@ -151,7 +153,8 @@ class LossStudy:
         own = samples_of(call.batch, 0, 2 * size)
         try:
             with self._isolated(_halves(call, own)):
-                for seed in range(self._num_host_seeds(call)):
+                self._compare_glue(call, own, 0)
+                for seed in range(1, _NUM_SEEDS if self._may_decide_by_draws(call) else 1):
                     self._compare_glue(call, own, seed)
                 try:
                     self._compare_glue(call, _mixed(own, size, _MIXED), 0)
@@ -177,15 +180,18 @@ class LossStudy:
         except Exception:
             return ()  # the step does not run, which others tell
 
-    def _num_host_seeds(self, call: StepCall) -> int:
+    def _may_decide_by_draws(self, call: StepCall) -> bool:
+        """After the code before the blocks has run."""
         seed_host(0)  # as traces begin
-        return 1 if self._traces.trace(call).host_position == host_position() else _NUM_HOST_SEEDS
+        trace = self._traces.trace(call)
+        draws_on_host = trace.host_position != host_position()
+        return draws_on_host or (self._runs.has_drawn and not _READS.isdisjoint(trace.of_batch))
 
-    def _compare_glue(self, call: StepCall, batch: object, host_seed: int) -> None:
+    def _compare_glue(self, call: StepCall, batch: object, seed: int) -> None:
         *parts, whole = _halves(call, batch)
-        self._host.seed = host_seed
+        self._host.seed = seed
         try:
-            self._runs.repeats_per_sample(whole, parts, _shares_of_samples(parts))
+            self._runs.repeats_per_sample(whole, parts, _shares_of_samples(parts), seed=seed)
         finally:
             self._host.seed = 0
 

@@ -152,6 +152,11 @@ class Draws:
         self._drawn: list[list[_Drawn]] = [[] for _ in shares]  # by microbatch, call
         self._position = 0
 
+    @property
+    def have_drawn(self) -> bool:
+        """Whether microbatches drew any."""
+        return any(self._drawn)
+
     def note(self, index: int, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Make a call of a torch function for a microbatch, and note what it drew, if it did."""
         with RandomnessSeen() as randomness:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import SUMMON, AnyCallable, BlockRunner
 from lightning_3d.model.pytrees import flatten_call
+from lightning_3d.pipeline.glue_seen import HandedOver
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -63,6 +64,7 @@ class StageRun(StepMode):
         randomness: Number of a call -> context in which it draws random numbers of this stage's own.
         draw: Makes the calls that get no tensors of blocks.
         ends_in_trace: Whether the loss is to be made before the trace is stopped by code that reads data of blocks.
+        handed: Notes what glue computes from the batch alone for the calls of the trace.
     """
 
     has_replicas = True
@@ -77,9 +79,11 @@ class StageRun(StepMode):
         draw: Draw = plain_call,
         *,
         ends_in_trace: bool = False,
+        handed: HandedOver | None = None,
     ) -> None:
         super().__init__(router)
-        self._draw, self._ends_in_trace = draw, ends_in_trace
+        self._draw = draw if handed is None else partial(handed.call, draw)
+        self._ends_in_trace, self._handed = ends_in_trace, handed
         router.guard(flow.trace.unsent_attributes)
         self._randomness = randomness
         self._flow, self._stage = flow, stage
@@ -210,6 +214,8 @@ class StageRun(StepMode):
         if tuple(self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids) != call.inputs:
             raise self._changed(f"{name} got other tensors of blocks")
         self._position += 1
+        if self._handed is not None:
+            self._handed.hand(name, leaves)
         if stage != self._stage:
             return self._skip(call, leaves)
         answer = self._execute(call, leaves, run)

@@ -17,6 +17,7 @@ from lightning_3d.pipeline.batch_loss import LossReduction
 from lightning_3d.pipeline.effects.effect import StepContext
 from lightning_3d.pipeline.effects.merge import Merger
 from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.pipeline.glue_seen import HandedOver, UnseenError
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.pipeline.traces import StepCall
@@ -78,6 +79,8 @@ class PipelineStep:
     loss_scale: float
     outputs: dict[int, Any] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
+    unseen: list[UnseenError] = field(default_factory=list)
+    """By run of a microbatch that did otherwise than those that were studied; the step fails when all have run."""
     failures: list[Failure] = field(default_factory=list)
     """Why this rank can't go on with it, see [Note: steps that fail]."""
 
@@ -152,6 +155,8 @@ class PipelineStep:
         """Run the tail on the whole batch for what it gives besides gradients."""
         if self.decision.problem is not None:
             raise self.decision.problem
+        if self.unseen:
+            raise self.unseen[0]
         if self.loss_code is not None and not self.loss_code.trains and self.stages.last in self.stages.own:
             with torch.no_grad(), no_dispatch_modes():  # they have seen this code run by microbatch
                 self._run_loss_code(self.loss_code)
@@ -193,16 +198,25 @@ class PipelineStep:
         randomness = partial(self.stages.randomness.block, self.number, index)
         router = self.stages.router
         ends_in_trace, draw = self.decision.ends_in_trace, self._draw(stage, index)
-        run = StageRun(router, flow, stage, received, randomness, draw, ends_in_trace=ends_in_trace)
+        handed = self._handed(stage, part)
+        run = StageRun(router, flow, stage, received, randomness, draw, ends_in_trace=ends_in_trace, handed=handed)
         # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.
         kept = attributes_kept(router.blocks, flow.trace.block_side_effects if stage > self.stages.last else ())
         with effects.microbatch(context), kept:
             answer = run.run(call)
+            if handed is not None and (unseen := handed.problem(part.name)) is not None:
+                self.unseen.append(unseen)
             output, found = answer if is_end else (answer, effects.collect(context))
             effects.keep(context, found)
         if context.is_last:
             self.outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
         return output
+
+    def _handed(self, stage: int, part: StepCall) -> HandedOver | None:
+        """Notes the computations of a microbatch, on the last stage, where all of its step runs."""
+        is_part = self.loss_code is None or part is not self.loss_code.call
+        glue = self.decision.glue
+        return HandedOver(glue) if glue is not None and is_part and stage >= self.stages.last else None
 
     def _draw(self, stage: int, index: int) -> Draw:
         if self.loss_code is None or stage < self.stages.last:

@@ -159,13 +159,15 @@ class PipelineRunner(StepRunner):
 
     def train(self, batch: object, rest: Sequence[object], *, number: int, accumulating: bool) -> Any:
         self._is_inline = TRAINING in self.inline
-        if not self._is_inline:
+        while not self._is_inline:
             try:
                 return self._train_in_microbatches(batch, rest, number=number)
             except StepFailed as error:
                 failed = error
             self._zero.abandon_step()
             self._pending.abandon()
+            if self._engine.studies_again(failed):
+                continue
             self._leave(TRAINING, failed, is_final=self._has_failed or not self._has_trained)
             self._is_inline = self._has_failed = True
         self._precision.scales_itself = True
