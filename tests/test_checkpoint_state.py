@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 from lightning_3d.checkpoint.folder import is_sharded_checkpoint
 from lightning_3d.checkpoint.loading import read_checkpoint
@@ -145,9 +145,18 @@ def load_what_does_not_fit(folder: Path) -> None:
     optimizers = build_optimizers(model)
     raises(model, [AdamW(model.parameters()), *optimizers[1:]], "optimizer 0: it", strict=False)
     others = [*optimizers[:2], Adagrad(model.parameters()), *optimizers[3:]]
-    raises(
-        model, others, "optimizer 2: it was saved of another kind, with momentum, .*this one is Adagrad, .* lr_decay"
-    )
+    raises(model, others, "optimizer 2: it was saved of another kind, which keeps no states, .*is Adagrad, which needs step")
+    for number, other, states, needed in (
+        (0, Adamax, "step, exp_avg, exp_avg_sq", "exp_inf"),
+        (0, NAdam, "step, exp_avg, exp_avg_sq", "mu_product"),
+        (3, Rprop, "step, sum", "etas"),
+        (4, SGD, "step, square_avg, momentum_buffer, grad_avg", "dampening"),
+    ):
+        groups = [{**group, "lr": 0.1} for group in optimizers[number].param_groups]
+        alone = [*optimizers[:number], other([{"params": group["params"]} for group in groups]), *optimizers[number + 1 :]]
+        raises(model, alone, f"optimizer {number}: it was saved of another kind, which keeps {states}, .* {needed}")
+    likewise = [Adam(optimizers[0].param_groups), *optimizers[1:]]
+    load_optimizers(saved[0]["optimizer_states"], model, likewise, strict=True)
     names = [type(optimizer).__name__ for optimizer in optimizers]
     with pytest.raises(CheckpointError, match=r"optimizer 2: it was saved of SGD, and this one is Adagrad, which"):
         load_optimizers(saved[0]["optimizer_states"], model, others, strict=True, saved_as=names)
