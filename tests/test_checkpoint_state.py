@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state
 from lightning_3d.checkpoint.own_state import load_model, state_for_hooks
 from lightning_3d.errors import CheckpointError
+from lightning_3d.zero.loading import loading_states
 from tests.checkpoints import Staged, restore, save_file, save_folder, staged
 from tests.workers import WorkerPools
 
@@ -183,6 +185,42 @@ def load_what_does_not_fit(folder: Path) -> None:
 
 def test_checkpoint_that_does_not_fit(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(load_what_does_not_fit, tmp_path)
+
+
+class Refusing(AdamW):
+    """Can't take states at first."""
+
+    refuses = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.refuses:
+            raise ValueError("these states")
+
+
+def test_an_optimizer_whose_load_failed_steps_the_module_s_parameters() -> None:
+    parameters = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), nn.Parameter(torch.ones(3))]
+    optimizer = Refusing(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved = deepcopy(optimizer.state_dict())
+    with loading_states(optimizer, lambda parameter: (parameter.device, torch.float32)):
+        with pytest.raises(ValueError, match="these states"):
+            optimizer.load_state_dict(saved)
+    assert _steps(optimizer, parameters)
+    with loading_states(optimizer, lambda parameter: (parameter.device, torch.float32)):
+        with pytest.raises(ValueError, match="these states"):
+            optimizer.load_state_dict(saved)
+        optimizer.refuses = False
+        optimizer.load_state_dict(saved)
+        assert _steps(optimizer, parameters)
+        assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+def _steps(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
+    held = [*optimizer.param_groups[0]["params"], *optimizer.state]
+    return all(one is other for one, other in zip(held, [*parameters, *parameters], strict=True))
 
 
 def read_what_is_not_there(folder: Path) -> None:
