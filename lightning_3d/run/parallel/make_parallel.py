@@ -127,7 +127,7 @@ def _laid_out(context: RunContext, plan: Plan, zero: Zero) -> Layout:
     ranks = ranks_with_model(mesh, zero)
     stages = PipelineStages(plan=plan, mesh=mesh, device=device, ranks=ranks, rendezvous=met)
     for each in (module, *copies):
-        answer_for_parts(each, met, stages)
+        answer_for_parts(each, met, stages, model=module)
     layout = Layout(module, mesh, device, copies)
     shard_layout(layout)
     return layout
