@@ -147,16 +147,18 @@ def load_what_does_not_fit(folder: Path) -> None:
     optimizers = build_optimizers(model)
     raises(model, [AdamW(model.parameters()), *optimizers[1:]], "optimizer 0: it", strict=False)
     others = [*optimizers[:2], Adagrad(model.parameters()), *optimizers[3:]]
-    raises(model, others, "optimizer 2: it was saved of another kind, which keeps no states, .*is Adagrad, which needs step")
+    raises(
+        model, others, "optimizer 2: it was saved of another kind, which keeps no states, .*Adagrad, which needs step"
+    )
     for number, other, states, needed in (
         (0, Adamax, "step, exp_avg, exp_avg_sq", "exp_inf"),
         (0, NAdam, "step, exp_avg, exp_avg_sq", "mu_product"),
         (3, Rprop, "step, sum", "etas"),
         (4, SGD, "step, square_avg, momentum_buffer, grad_avg", "dampening"),
     ):
-        groups = [{**group, "lr": 0.1} for group in optimizers[number].param_groups]
-        alone = [*optimizers[:number], other([{"params": group["params"]} for group in groups]), *optimizers[number + 1 :]]
-        raises(model, alone, f"optimizer {number}: it was saved of another kind, which keeps {states}, .* {needed}")
+        groups = [{"params": group["params"], "lr": 0.1} for group in optimizers[number].param_groups]
+        changed = [*optimizers[:number], other(groups), *optimizers[number + 1 :]]
+        raises(model, changed, f"optimizer {number}: it was saved of another kind, which keeps {states}, .* {needed}")
     likewise = [Adam(optimizers[0].param_groups), *optimizers[1:]]
     load_optimizers(saved[0]["optimizer_states"], model, likewise, strict=True)
     names = [type(optimizer).__name__ for optimizer in optimizers]
@@ -205,9 +207,9 @@ def test_an_optimizer_whose_load_failed_steps_the_module_s_parameters() -> None:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     saved = deepcopy(optimizer.state_dict())
-    with loading_states(optimizer, lambda parameter: (parameter.device, torch.float32)):
-        with pytest.raises(ValueError, match="these states"):
-            optimizer.load_state_dict(saved)
+    refused = pytest.raises(ValueError, match="these states")
+    with loading_states(optimizer, lambda parameter: (parameter.device, torch.float32)), refused:
+        optimizer.load_state_dict(saved)
     assert _steps(optimizer, parameters)
     with loading_states(optimizer, lambda parameter: (parameter.device, torch.float32)):
         with pytest.raises(ValueError, match="these states"):

@@ -226,7 +226,7 @@ def test_batches_that_begin_to_differ_end_the_run_one_step_later(workers: Worker
     for first, steps in ((40, 6), (56, 8)):  # of the sixth batch of eight, and of the last
         for told_after, told in workers(2).run(steps_until_told, first):
             assert told_after == steps
-            assert "The ranks of model replica 0 got different batches in the last step, whose update or result is wrong" in told
+            assert "of model replica 0 got different batches in the last step, whose update or result is wrong" in told
 
 
 class Evaluated(TinyMLP):

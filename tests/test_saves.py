@@ -326,7 +326,7 @@ def test_a_rank_that_can_not_send_its_part(workers: WorkerPools) -> None:
 
 
 class _LastSaves(Callback):
-    """Saves as the Trainer does before it has SLURM run the job again, and in handlers of signals as users write them."""
+    """Saves as the Trainer does before it has SLURM run the job again, and in handlers of signals."""
 
     def on_fit_start(self, trainer: L.Trainer, *args: Any) -> None:
         self.trainer = trainer

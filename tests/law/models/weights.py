@@ -112,7 +112,7 @@ class _Penalty:
 
 
 class Referring(a.Trained):
-    """Reads weights of its layers in the loss by containers that it made of them, and constants that are not its own."""
+    """Its loss reads weights of its layers by containers that it made of them, and constants that are not its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +129,11 @@ class Referring(a.Trained):
 
     def on_train_start(self) -> None:
         assert sum(parameter in self.decayed for parameter in self.parameters()) == len(self.decayed)
+
+
+def _in_parts(layout: Layout) -> bool:
+    """Where others take the place of parameters."""
+    return layout.pp > 1 or layout.tp > 1 or layout.zero == 3
 
 
 def _without_pipelines(layout: Layout) -> bool:
@@ -150,7 +155,9 @@ MODELS = {
         skips=frozenset({"early", "thawing"}),
     ),
     "referring": Model(
-        job=Job(model=Referring, data=features, num_val_batches=1), families=frozenset({"pp", "tp", "dp"})
+        job=Job(model=Referring, data=features, num_val_batches=1),
+        families=frozenset({"pp", "tp", "dp"}),
+        fits=_in_parts,
     ),
     "formats": Model(job=Job(model=Formats, data=features, num_val_batches=1), families=frozenset({"pp", "tp", "dp"})),
 }
