@@ -1,5 +1,5 @@
-"""What modules refer to parameters by, besides their own names: lists, tuples, dicts and sets, and plain objects of the
-user's classes, as of weights for a penalty or without decay. They follow where others take the parameters' place.
+"""References of modules to parameters besides their own names: in lists, tuples, dicts and sets, and in plain objects of
+the user's classes, as of weights for a penalty or without decay. They follow where others take the parameters' place.
 """
 
 from __future__ import annotations
