@@ -1,5 +1,5 @@
-"""References of modules to parameters besides their own names: in lists, tuples, dicts and sets, and in plain objects of
-the user's classes, as of weights for a penalty or without decay. They follow where others take the parameters' place.
+"""References of modules to parameters besides their own names: in lists, tuples, dicts and sets, and in plain objects
+of the user's classes, as of weights for a penalty or without decay. They follow where others take their place.
 """
 
 from __future__ import annotations
