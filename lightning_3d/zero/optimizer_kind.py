@@ -93,9 +93,9 @@ def missing_when_resumed(optimizer: Optimizer, group: Mapping[str, Any], state: 
     parameter = group["params"][0]
     parameter.grad = torch.zeros_like(parameter)
     with _undisturbed():
-        copied = _copied(optimizer)
-        copied.param_groups = [{**group}]
         try:
+            copied = _copied(optimizer)
+            copied.param_groups = [{**group}]
             copied.load_state_dict({"state": {0: state}, "param_groups": [{**group, **settings, "params": [0]}]})
             copied.step()
         except KeyError as error:
