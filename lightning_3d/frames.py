@@ -1,10 +1,13 @@
-"""The frames that run, for messages that say where in the user's code."""
+"""The frames that run: where in the user's code, for messages, and whether in the handler of a signal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
-from types import FrameType
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from types import CodeType, FrameType
+from typing import Any
 
 Place = tuple[str, int, str]
 """File, line and function."""
@@ -48,3 +51,17 @@ def shown(place: Place) -> str:
     """A place as text."""
     file, line, function = place
     return f"{file}:{line} in {function}"
+
+
+def is_in_signal_handler() -> bool:
+    """Whether the handler of a signal, also one of the user's, has called this code; it may end the process next."""
+    handlers = filter(callable, map(signal.getsignal, signal.valid_signals()))
+    codes = {_code_of(handler) for handler in handlers}
+    return any(frame.f_code in codes for frame in with_callers(sys._getframe()))
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType | None:
+    if isinstance(function, partial):
+        return _code_of(function.func)
+    code: CodeType | None = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+    return code

@@ -287,6 +287,8 @@ class ThreeDStrategy(Configured, ParallelStrategy):
     def on_validation_end(self) -> None:
         self.run.parallel.settle()
 
+    on_test_end = on_predict_end = on_validation_end
+
     @override
     def teardown(self) -> None:
         """Parameters stay where they are, as the model stays parallel."""

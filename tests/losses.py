@@ -38,6 +38,14 @@ def mean(outputs: Outputs, labels: Tensor) -> Tensor:
     return F.mse_loss(outputs["logits"], F.one_hot(labels.clamp(min=0), CLASSES).float())
 
 
+def element_weighted(outputs: Outputs, labels: Tensor) -> Tensor:
+    weight = torch.where(labels == IGNORED, 0.1, 1.0)[..., None].expand_as(outputs["logits"])
+    target = F.one_hot(labels.clamp(min=0), CLASSES).float()
+    return F.l1_loss(outputs["logits"], target, weight=weight) + 0.1 * F.l1_loss(
+        outputs["logits"], 2 * target, reduction="sum", weight=weight
+    )
+
+
 def summed(outputs: Outputs, labels: Tensor) -> Tensor:
     return 0.1 * _flat(outputs, labels, reduction="sum")
 
@@ -91,6 +99,7 @@ LOSSES: dict[str, Callable[[Outputs, Tensor], Tensor]] = {
     function.__name__: function
     for function in (
         mean,
+        element_weighted,
         summed,
         ignoring,
         class_weighted,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -73,7 +74,9 @@ class _Save(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.path)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", ".*a file of it would not hold the model")
+                trainer.save_checkpoint(self.path)
 
 
 def _resume(first: Layout | None, second: Layout | None, name: str) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 from lightning_3d.checkpoint.folder import is_sharded_checkpoint
 from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state
 from lightning_3d.checkpoint.own_state import load_model, state_for_hooks
 from lightning_3d.errors import CheckpointError
+from lightning_3d.zero.loading import loading_states
 from tests.checkpoints import Staged, restore, save_file, save_folder, staged
 from tests.workers import WorkerPools
 
@@ -146,8 +148,19 @@ def load_what_does_not_fit(folder: Path) -> None:
     raises(model, [AdamW(model.parameters()), *optimizers[1:]], "optimizer 0: it", strict=False)
     others = [*optimizers[:2], Adagrad(model.parameters()), *optimizers[3:]]
     raises(
-        model, others, "optimizer 2: it was saved of another kind, with momentum, .*this one is Adagrad, .* lr_decay"
+        model, others, "optimizer 2: it was saved of another kind, which keeps no states, .*Adagrad, which needs step"
     )
+    for number, other, states, needed in (
+        (0, Adamax, "step, exp_avg, exp_avg_sq", "exp_inf"),
+        (0, NAdam, "step, exp_avg, exp_avg_sq", "mu_product"),
+        (3, Rprop, "step, sum", "etas"),
+        (4, SGD, "step, square_avg, momentum_buffer, grad_avg", "dampening"),
+    ):
+        groups = [{"params": group["params"], "lr": 0.1} for group in optimizers[number].param_groups]
+        changed = [*optimizers[:number], other(groups), *optimizers[number + 1 :]]
+        raises(model, changed, f"optimizer {number}: it was saved of another kind, which keeps {states}, .* {needed}")
+    likewise = [Adam(optimizers[0].param_groups), *optimizers[1:]]
+    load_optimizers(saved[0]["optimizer_states"], model, likewise, strict=True)
     names = [type(optimizer).__name__ for optimizer in optimizers]
     with pytest.raises(CheckpointError, match=r"optimizer 2: it was saved of SGD, and this one is Adagrad, which"):
         load_optimizers(saved[0]["optimizer_states"], model, others, strict=True, saved_as=names)
@@ -174,6 +187,42 @@ def load_what_does_not_fit(folder: Path) -> None:
 
 def test_checkpoint_that_does_not_fit(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(load_what_does_not_fit, tmp_path)
+
+
+class Refusing(AdamW):
+    """Can't take states at first."""
+
+    refuses = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.refuses:
+            raise ValueError("these states")
+
+
+def test_an_optimizer_whose_load_failed_steps_the_module_s_parameters() -> None:
+    parameters = [nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), nn.Parameter(torch.ones(3))]
+    optimizer = Refusing(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved = deepcopy(optimizer.state_dict())
+    refused = pytest.raises(ValueError, match="these states")
+    with loading_states(optimizer, lambda parameter: (parameter.device, torch.float32)), refused:
+        optimizer.load_state_dict(saved)
+    assert _steps(optimizer, parameters)
+    with loading_states(optimizer, lambda parameter: (parameter.device, torch.float32)):
+        with pytest.raises(ValueError, match="these states"):
+            optimizer.load_state_dict(saved)
+        optimizer.refuses = False
+        optimizer.load_state_dict(saved)
+        assert _steps(optimizer, parameters)
+        assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+def _steps(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
+    held = [*optimizer.param_groups[0]["params"], *optimizer.state]
+    return all(one is other for one, other in zip(held, [*parameters, *parameters], strict=True))
 
 
 def read_what_is_not_there(folder: Path) -> None:

@@ -226,7 +226,32 @@ def test_batches_that_begin_to_differ_end_the_run_one_step_later(workers: Worker
     for first, steps in ((40, 6), (56, 8)):  # of the sixth batch of eight, and of the last
         for told_after, told in workers(2).run(steps_until_told, first):
             assert told_after == steps
-            assert "The ranks of model replica 0 got different batches in the last step, whose update is wrong" in told
+            assert "of model replica 0 got different batches in the last step, whose update or result is wrong" in told
+
+
+class Evaluated(TinyMLP):
+    """Has all the steps."""
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self(batch[0])
+
+    predict_step = test_step
+
+
+def told_of_evaluations() -> list[str]:
+    """What is said of the last batch of an evaluation alone, which differs."""
+    told, data = list[str](), DataLoader(Drifting(56), batch_size=8)
+    for name in ("validate", "test", "predict"):
+        trainer = L.Trainer(strategy=Layout(tp=2).strategy(), **{**QUIET, **devices(Layout(tp=2))})
+        with pytest.raises(BatchError) as raised:
+            getattr(trainer, name)(Evaluated(), data)
+        told.append(str(raised.value))
+    return told
+
+
+def test_the_last_batch_of_an_evaluation_is_compared(workers: WorkerPools) -> None:
+    for told in workers(2).run(told_of_evaluations):
+        assert all("replica 0 got different batches in the last step" in one for one in told)
 
 
 class Stopping(TinyMLP):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import resource
+import signal
 import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -323,14 +325,31 @@ def test_a_rank_that_can_not_send_its_part(workers: WorkerPools) -> None:
     assert "rank 1 ran into OutOfMemoryError: no room for the copy" in first
 
 
-class _Requeued(Callback):
-    """Saves as the Trainer does before it has SLURM run the job again."""
+class _LastSaves(Callback):
+    """Saves as the Trainer does before it has SLURM run the job again, and in handlers of signals."""
+
+    def on_fit_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.trainer = trainer
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == 2:
-            trainer.save_checkpoint("hpc_ckpt_1.ckpt")
-            verify_checkpoint("hpc_ckpt_1.ckpt")
-            assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+        if trainer.global_step != 2:
+            return
+        self.save("hpc_ckpt_1.ckpt")
+        handlers = [self.on_signal, partial(self.on_signal), self, lambda *_: self.save("signal.ckpt")]
+        for handler in handlers:
+            before = signal.signal(signal.SIGUSR2, handler)
+            signal.raise_signal(signal.SIGUSR2)
+            signal.signal(signal.SIGUSR2, before)
+
+    def on_signal(self, *args: Any) -> None:
+        self.save("signal.ckpt")
+
+    __call__ = on_signal
+
+    def save(self, path: str) -> None:
+        self.trainer.save_checkpoint(path)
+        assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+        verify_checkpoint(path)
 
 
 class _Settings(Callback):
@@ -354,9 +373,9 @@ class _Settings(Callback):
 def _in_background() -> None:
     settings = _Settings()
     with settings.looked_at():
-        _fit(IN_BACKGROUND, _Requeued(), _every_step())
-    assert settings.seen == [True] * (NUM_STEPS + 1)
+        _fit(IN_BACKGROUND, _LastSaves(), _every_step())
+    assert settings.seen == [True] * (NUM_STEPS + 5)
 
 
-def test_a_save_before_requeueing_is_whole_and_settings_stay(workers: WorkerPools) -> None:
+def test_a_save_on_a_signal_is_whole_and_settings_stay(workers: WorkerPools) -> None:
     workers(2).run(_in_background)

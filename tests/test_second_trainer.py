@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from operator import is_
 from typing import Any
 
 import lightning as L
@@ -26,6 +28,7 @@ class Counts(TinyGPT):
         self.register_buffer("num_steps", torch.zeros(()))
         self.blocks[0].requires_grad_(False)
         self.num_calls = 0
+        self.parts = [*self.parameters()], {"first": self.blocks[0].norm1.weight}
         self.norm.register_forward_hook(self._count)
 
     def _count(self, *_: Any) -> None:
@@ -33,6 +36,11 @@ class Counts(TinyGPT):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.num_steps += 1
+
+    def has_its_parts(self) -> bool:
+        """Whether what it keeps of its parameters in containers are these."""
+        every, by_name = self.parts
+        return all(map(is_, every, self.parameters())) and by_name["first"] is self.blocks[0].norm1.weight
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         logits = self(batch[0])
@@ -63,6 +71,10 @@ def _in_turn(layouts: tuple[Layout | None, Layout | None]) -> Outcome:
     for trainer, layout in zip(trainers, layouts, strict=True):
         train, test = _data(layout)
         trainer.fit(module, train)
+        assert module.has_its_parts()
+        with nullcontext() if layout is None else trainer.strategy.summon_full_params():
+            assert module.has_its_parts()
+        assert module.has_its_parts()
         states.append(whole_state(trainer))
         losses.append(trainer.test(module, test, verbose=False)[0]["test_loss"])
     train, test = _data(layouts[0])

@@ -105,34 +105,6 @@ def check_groups(
             )
 
 
-def check_kind(
-    found: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], *, optimizer: int, name: str, saved_as: str | None
-) -> None:
-    """Check that the groups in a checkpoint have what an optimizer of this kind needs.
-
-    Args:
-        found: Groups in the checkpoint.
-        defaults: Settings of the optimizer. Those that are off by default, as flags are, old checkpoints may lack.
-        optimizer: Its index, for the message.
-        name: Its class.
-        saved_as: The class of the optimizer that was saved, where the checkpoint tells it.
-
-    Raises:
-        CheckpointError: It is of another kind.
-
-    """
-    needed = [key for key, value in defaults.items() if value is not None and not isinstance(value, bool)]
-    if not (lacking := [key for key in needed if any(key not in group for group in found)]):
-        return
-    others = [key for key in found[0] if key not in defaults and key not in ("params", "initial_lr")]
-    kind = saved_as or f"another kind, with {', '.join(others) or 'fewer settings'}"
-    raise CheckpointError(
-        f"The checkpoint does not fit optimizer {optimizer}: it was saved of {kind}, and this one is {name}, which"
-        f" needs {', '.join(lacking)}. Configure the optimizer that it was written with; or, for one that is to begin"
-        " anew, set optimizer_states and lr_schedulers to [] in on_load_checkpoint"
-    )
-
-
 def by_fqn(state: Mapping[str, Any], wanted: Sequence[Mapping[str, Any]], *, optimizer: int) -> dict[str, Any]:
     """An optimizer's state keyed by torch's indices, keyed by FQN instead.
 

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.box import TensorInfo, state_share
 from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.checkpoint.lazy import LazyTensor, info_of, made, take, unread
-from lightning_3d.checkpoint.match import by_fqn, check_groups, check_kind, check_num_optimizers
+from lightning_3d.checkpoint.match import by_fqn, check_groups, check_num_optimizers
 from lightning_3d.errors import CheckpointError
 from lightning_3d.sharding.placement import InterleavedShard, interleaved_parameters
 from lightning_3d.torch_internals.fsdp_units import reshard_units
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only
+from lightning_3d.zero.optimizer_kind import missing_when_resumed
 from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards, plain, shard_of
 
 
@@ -57,18 +58,13 @@ def load_optimizers(
         for i, optimizer in enumerate(map(unwrapped, optimizers)):
             if has_no_parameters(optimizer):
                 continue
-            check_kind(
-                states[i]["param_groups"],
-                optimizer.defaults,
-                optimizer=i,
-                name=type(optimizer).__name__,
-                saved_as=saved_as[i] if saved_as else None,
-            )
             named, current = named_parameters(module, optimizer), optimizer.state_dict()["param_groups"]
             groups = _with_fqns(current, named)
             saved = by_fqn(states[i], groups, optimizer=i)
             check_groups(saved["param_groups"], groups, optimizer=i, strict=strict)
             state, own = unread(saved["state"]), dict[int, dict[str, Any]]()
+            for group in saved["param_groups"]:
+                _check_kind(optimizer, group, state, dict(named), number=i, saved_as=saved_as[i] if saved_as else "")
             for number, (fqn, parameter) in enumerate(named):
                 if fqn in state and not (parameter.is_meta or shard_of(parameter, shards).owned_by_other):
                     own[number] = {
@@ -80,6 +76,41 @@ def load_optimizers(
             loaded.append((optimizer, {"state": own, "param_groups": in_order}))
     for optimizer, part in loaded:
         optimizer.load_state_dict(part)
+
+
+def _check_kind(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    number: int,
+    saved_as: str,
+) -> None:
+    """Check that an optimizer of this class can go on from a saved group, by a step of its smallest parameter.
+
+    Raises:
+        CheckpointError: It was saved of another class, which keeps other states or settings.
+    """
+    known = [fqn for fqn in group["params"] if fqn in parameters]
+    if not known:
+        return
+    fqn = min(known, key=lambda fqn: (not state.get(fqn), parameters[fqn].numel()))
+    like = nn.Parameter(torch.zeros(parameters[fqn].shape, dtype=parameters[fqn].dtype))
+    values = tree_map(_zeros, state.get(fqn, {}))
+    if (missing := missing_when_resumed(optimizer, {**group, "params": [like]}, values)) is None:
+        return
+    kind = saved_as or f"another kind, which keeps {', '.join(map(str, values)) or 'no states'}"
+    raise CheckpointError(
+        f"The checkpoint does not fit optimizer {number}: it was saved of {kind}, and this one is"
+        f" {type(optimizer).__name__}, which needs {missing}. Configure the optimizer that it was written with; or, for"
+        " one that is to begin anew, set optimizer_states and lr_schedulers to [] in on_load_checkpoint"
+    )
+
+
+def _zeros(value: Any) -> Any:
+    info = info_of(value)
+    return value if info is None else torch.zeros(info.shape, dtype=info.dtype)
 
 
 def _part_of(value: Any, parameter: nn.Parameter, shards: Shards, parts: InterleavedShard | None) -> Any:

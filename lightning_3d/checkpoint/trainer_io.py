@@ -45,6 +45,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.frames import is_in_signal_handler
 from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.sharding.placement import interleaved_parameters
 from lightning_3d.torch_internals import lightning_helpers
@@ -152,9 +153,10 @@ class ThreeDCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: it can't be written; on all ranks.
         """
-        path, trainer = os.fspath(self._strategy.broadcast(path)), self._module.trainer
-        goes_on = self.is_training and trainer.state.status == TrainerStatus.RUNNING
-        goes_on &= not lightning_helpers.is_for_requeue(path)  # after which SLURM may end the job at any time
+        path, is_on_signal = self._strategy.broadcast((os.fspath(path), is_in_signal_handler()))
+        # The process may end as soon as a handler returns, and the job once it is to be requeued.
+        is_last = is_on_signal or lightning_helpers.is_for_requeue(path)
+        goes_on = self.is_training and self._module.trainer.state.status == TrainerStatus.RUNNING and not is_last
         self.saves.wait()
         content = content_of(checkpoint, interleaved_parameters(self._module))
         if not self._writes_folders:

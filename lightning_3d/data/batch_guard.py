@@ -106,7 +106,7 @@ class BatchGuard:
         listed = ", ".join(f"rank {rank}: {number % (1 << 64):08x}" for rank, number in zip(ranks, sums, strict=True))
         raise BatchError(
             f"The ranks of model replica {replica} got different batches"
-            f"{' in the last step, whose update is wrong: go on from a checkpoint before it' if late else ''}"
+            f"{' in the last step, whose update or result is wrong: go on from a checkpoint before it' if late else ''}"
             f" (checksums {listed}), but pipeline and tensor parallel ranks work on one batch together. Let dataset,"
             " sampler and augmentation depend on the replica only: in setup, in *_dataloader and where batches are read"
             " torch.distributed.get_rank() and get_world_size(), RANK and WORLD_SIZE tell it, elsewhere"

@@ -32,7 +32,7 @@ _SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor, 
 _OF_NOTHING = frozenset({"builtins", "abc", "typing"})
 """Modules whose classes are bases of any."""
 
-_MOST_FOLLOWED = 10_000
+MOST_FOLLOWED = 10_000
 """Entries of a container up to which they are looked into, inside of objects: more are data."""
 
 
@@ -125,11 +125,11 @@ class Snapshot:
         elif isinstance(value, CONTAINERS) and id(value) not in self._saved:
             self._saved[id(value)] = None
             saved = _Container(value)
-            for entry in saved.entries() if not self._is_in_object or len(value) <= _MOST_FOLLOWED else ():
+            for entry in saved.entries() if not self._is_in_object or len(value) <= MOST_FOLLOWED else ():
                 self._save(entry)
             saved.nested = [n for n in (self._saved.get(id(entry)) for entry in saved.entries()) if n is not None]
             self._saved[id(value)] = saved
-        elif self._package and _is_plain(value, self._package):
+        elif self._package and is_plain_object(value, self._package):
             self._objects.append(value)
 
     def _save_data(self, tensor: Tensor) -> None:
@@ -193,7 +193,7 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
     untouched = {id(inner) for outer in without_data for inner in outer.modules()}
     modules = list(module.modules())
     snapshots = [
-        Snapshot((inner for inner in modules if id(inner) not in untouched), package=_package_of(type(module))),
+        Snapshot((inner for inner in modules if id(inner) not in untouched), package=package_of(type(module))),
         Snapshot((inner for inner in modules if id(inner) in untouched), with_data=False),
     ]
     with (
@@ -208,11 +208,12 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
                 snapshot.restore(unseen=True)
 
 
-def _package_of(cls: type) -> str:
+def package_of(cls: type) -> str:
+    """The first part of the name of a class's module."""
     return cls.__module__.partition(".")[0]
 
 
-def _is_plain(value: object, package: str) -> bool:
+def is_plain_object(value: object, package: str) -> bool:
     """Whether an object's class is of a package, and derives from no other's (a Trainer, a dataset)."""
-    packages = {_package_of(cls) for cls in type(value).__mro__}
+    packages = {package_of(cls) for cls in type(value).__mro__}
     return package in packages <= {package, *_OF_NOTHING}

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.box import fill, is_part
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.parts.module import as_built
+from lightning_3d.parts.references import follow
 from lightning_3d.parts.stages import full_on_all, holders_of
 from lightning_3d.sharding.placement import InterleavedShard, interleaved_parameters
 from lightning_3d.torch_internals.fsdp_units import forget_units, reshard_units
@@ -33,7 +34,7 @@ def full_params(
         module: One of its modules, or one that it is in.
         writeback: Whether each rank takes its part of the changed values afterwards; all must change them alike.
     """
-    parts, slots = interleaved_parameters(root), _slots(root, module)
+    parts, slots, now = interleaved_parameters(root), _slots(root, module), dict[Tensor, Tensor]()
     with ExitStack() as stack:
         for (tensor, (fqn, owners)), stages in zip(slots.items(), holders_of(slots, mesh), strict=True):
             full = tensor
@@ -42,6 +43,9 @@ def full_params(
             stack.callback(_put_back, tensor, full, parts.get(fqn), owners, writeback=writeback)
             for owner, name in owners:
                 put(owner, name, full)
+            now[tensor] = full
+        follow(root, now)
+        stack.callback(follow, root, {full: tensor for tensor, full in now.items()})
         stack.enter_context(as_built(module))
         yield
 
@@ -52,12 +56,14 @@ def stay_full(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
     What every rank has in full stays as it is, where it is.
     """
     reshard_units(module)
-    parts, slots = interleaved_parameters(module), _slots(module, module)
+    parts, slots, now = interleaved_parameters(module), _slots(module, module), dict[Tensor, Tensor]()
     for (tensor, (fqn, owners)), stages in zip(slots.items(), holders_of(slots, mesh), strict=True):
         if isinstance(tensor, DTensor) or len(stages) < mesh.shape.pp:
             full = successor(tensor, full_on_all(tensor, parts.get(fqn), stages, mesh, device).cpu())
             for owner, name in owners if is_part(tensor) else ():
                 put(owner, name, full)
+                now[tensor] = full
+    follow(module, now)
     as_built(module).pop_all()  # never to be undone
     forget_units(module)
 

@@ -36,11 +36,12 @@ def holds_parts(module: nn.Module) -> bool:
     return any(map(is_part, chain(module.parameters(), module.buffers())))
 
 
-def answer_for_parts(module: nn.Module, rendezvous: Rendezvous, stages: Stages) -> None:
+def answer_for_parts(module: nn.Module, rendezvous: Rendezvous, stages: Stages, *, model: nn.Module) -> None:
     """Let a module that holds parts answer as described above.
 
     Args:
         stages: The module's.
+        model: The one that it is, or is a copy of.
     """
     if not holds_parts(module):
         return
@@ -51,7 +52,7 @@ def answer_for_parts(module: nn.Module, rendezvous: Rendezvous, stages: Stages) 
             let_be_copied(owner)
         if any(map(is_part, (*parameters_of(owner).values(), *buffers_of(owner).values()))):
             owner.register_load_state_dict_pre_hook(_take_parts)
-    module.register_state_dict_post_hook(_PartsWarning(weakref.ref(module)))
+    module.register_state_dict_post_hook(_PartsWarning(weakref.ref(model)))
     vars(module)[APPLY] = MethodType(_apply_to_present, module)
 
 

@@ -20,6 +20,7 @@ from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.user_clipping import clipping_joined
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.lightning_helpers import logging_as_alone
+from lightning_3d.torch_internals.losses import weights_shown
 from lightning_3d.torch_internals.optimizers import averages_grouped
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
 
@@ -43,6 +44,7 @@ def open_before_planning(session: ExitStack, config: ThreeDConfig, mesh: Mesh) -
         (mesh.shape.dp == 1, logging_as_alone),
         (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
         (config.compile.enabled, modules_watched),
+        (True, weights_shown),
     )
 
 

@@ -35,13 +35,18 @@ def loading_states(
         device, dtype = placement(parameter)
         return nn.Parameter(torch.empty(0, device=device, dtype=dtype), requires_grad=False)
 
+    def put_back() -> None:
+        if swapped:
+            swapped.pop().back()
+
     def before(_: Optimizer, saved: dict[str, Any]) -> None:
+        put_back()  # from a load that failed
         if _sizes(saved["param_groups"]) == _sizes(optimizer.param_groups):  # else torch refuses it
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             swapped.append(Swapped(optimizer, {parameter: stand_in(parameter) for parameter in parameters}))
 
     def after(*_: object) -> None:
-        swapped.pop().back()
+        put_back()
         loaded(optimizer)
 
     hooks = (
@@ -51,8 +56,7 @@ def loading_states(
     try:
         yield
     finally:
-        for last in swapped:  # it could not be loaded
-            last.back()
+        put_back()
         for hook in hooks:
             hook.remove()
 

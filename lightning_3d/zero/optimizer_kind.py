@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -78,6 +78,32 @@ def num_states(optimizer: Optimizer) -> int:
         except Exception:  # as in `_kind`
             return 0
     return max((trial.num_states for trial in trials), default=0)
+
+
+def missing_when_resumed(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """The setting or state that a step would look for in vain, were a saved one loaded; None also if it can't be tried.
+
+    A copy of the optimizer loads them and steps one parameter. Nothing of the optimizer is changed.
+
+    Args:
+        group: A saved group, with one parameter of the saved shape in "params".
+        state: What was saved of that parameter; shapes count, not values.
+    """
+    settings = {key: value for key, value in _PLAIN.items() if key in group}
+    parameter = group["params"][0]
+    parameter.grad = torch.zeros_like(parameter)
+    with _undisturbed():
+        try:
+            copied = _copied(optimizer)
+            copied.param_groups = [{**group}]
+            copied.load_state_dict({"state": {0: state}, "param_groups": [{**group, **settings, "params": [0]}]})
+            copied.step()
+        except KeyError as error:
+            name = error.args[0] if error.args else None
+            return name if isinstance(name, str) and name not in group and name not in state else None
+        except Exception:  # as in `_kind`
+            return None
+    return None
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from lightning_3d.model.block_runner import Compiled, running
 from lightning_3d.parts.copies import copies_of, lay_out_copies
 from lightning_3d.parts.layout import Layout, shard_layout
 from lightning_3d.parts.module import answer_for_parts, holds_parts
+from lightning_3d.parts.references import follow
 from lightning_3d.parts.stages import PipelineStages
 from lightning_3d.planning.budget import Budget
 from lightning_3d.planning.plan import Plan
@@ -84,7 +85,7 @@ def make_parallel(planned: Planned) -> ParallelModel:
         apply_checkpointing=checkpointing.apply,
         budget=_budget(planned, plan),
         compiling=compiling,
-        layout=_laid_out(context, plan, zero),
+        layout=_laid_out(planned, plan, zero),
         is_empty=built.is_empty,
     )
 
@@ -117,8 +118,9 @@ def _budget(planned: Planned, plan: Plan) -> Budget | None:
     return Budget(step=step, batch=observed.step.microbatch)
 
 
-def _laid_out(context: RunContext, plan: Plan, zero: Zero) -> Layout:
+def _laid_out(planned: Planned, plan: Plan, zero: Zero) -> Layout:
     """Let the model, and copies of it that callbacks hold, answer for the parts that this rank has of them."""
+    context = planned.context
     module, mesh, device, met = context.module, context.mesh, context.device, context.rendezvous
     copies: list[nn.Module] = []
     if mesh.shape.is_model_parallel or isinstance(zero, FullySharded):
@@ -127,7 +129,9 @@ def _laid_out(context: RunContext, plan: Plan, zero: Zero) -> Layout:
     ranks = ranks_with_model(mesh, zero)
     stages = PipelineStages(plan=plan, mesh=mesh, device=device, ranks=ranks, rendezvous=met)
     for each in (module, *copies):
-        answer_for_parts(each, met, stages)
+        answer_for_parts(each, met, stages, model=module)
     layout = Layout(module, mesh, device, copies)
     shard_layout(layout)
+    now = dict(module.named_parameters(remove_duplicate=False))
+    follow(module, {before: now[fqn] for before, fqn in planned.built.names.items() if fqn in now})
     return layout

@@ -14,7 +14,7 @@ from tests.parity import Job
 
 LOSSES = (
     *("mean", "summed", "ignoring", "class_weighted", "selected", "divided", "smoothed", "contrastive", "ctc"),
-    *("balanced", "of_several_tasks"),
+    *("balanced", "of_several_tasks", "element_weighted"),
 )
 """Of tests/losses.py; all but the mean weigh samples, or couple them."""
 

@@ -101,6 +101,41 @@ class Formats(a.Trained):
         return F.mse_loss(self.layers(images) @ self.table, batch[1])
 
 
+class _Penalty:
+    """An object with weights, as users have them for terms of a loss."""
+
+    def __init__(self, weights: list[nn.Parameter]) -> None:
+        self.weights = [(weight, 0.1) for weight in weights]
+
+    def __call__(self) -> Tensor:
+        return torch.stack([factor * weight.abs().mean() for weight, factor in self.weights]).sum()
+
+
+class Referring(a.Trained):
+    """Its loss reads weights of its layers by containers that it made of them, and constants that are not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Sequential(Mixer(), Mixer(), Mixer()), nn.Linear(8, 4)
+        self.scales = [nn.Parameter(torch.linspace(0.8, 1.2, 4)), nn.Parameter(torch.tensor(0.9))]
+        self.balanced = {"first": self.layers[0].up.weight, "last": (self.layers[2].up.weight, "of the last")}
+        self.penalty = _Penalty([layer.down.weight for layer in self.layers])
+        self.decayed = set(self.head.parameters())
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        output = self.head(self.layers(batch[0])) * self.scales[0] * self.scales[1]
+        apart = (self.balanced["first"] - self.balanced["last"][0]).square().mean()
+        return F.mse_loss(output, batch[1]) + 0.5 * apart + self.penalty()
+
+    def on_train_start(self) -> None:
+        assert sum(parameter in self.decayed for parameter in self.parameters()) == len(self.decayed)
+
+
+def _in_parts(layout: Layout) -> bool:
+    """Where others take the place of parameters."""
+    return layout.pp > 1 or layout.tp > 1 or layout.zero == 3
+
+
 def _without_pipelines(layout: Layout) -> bool:
     """Between the steps of a pipeline weights change by those of another stage, but not by what was made of them."""
     return layout.pp == 1
@@ -118,6 +153,11 @@ MODELS = {
         runs_inline=True,
         families=frozenset({"pp"}),
         skips=frozenset({"early", "thawing"}),
+    ),
+    "referring": Model(
+        job=Job(model=Referring, data=features, num_val_batches=1),
+        families=frozenset({"pp", "tp", "dp"}),
+        fits=_in_parts,
     ),
     "formats": Model(job=Job(model=Formats, data=features, num_val_batches=1), families=frozenset({"pp", "tp", "dp"})),
 }
