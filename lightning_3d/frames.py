@@ -9,7 +9,7 @@ from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any
 
-Place = tuple[str, int, str]
+SourceLine = tuple[str, int, str]
 """File, line and function."""
 
 _OWN = frozenset({"torch", "lightning_3d", "contextlib"})
@@ -37,20 +37,20 @@ def _first_part(module: str) -> str:
     return module.partition(".")[0]
 
 
-def user_places(frame: FrameType | None) -> list[Place]:
-    """Where frames run code outside torch and this package, from the outermost; steps ask at each call of a block."""
-    places = []
+def user_lines(frame: FrameType | None) -> list[SourceLine]:
+    """The lines outside torch and this package that led to a frame, from the outermost."""
+    lines = []
     while frame is not None:
         if _first_part(frame.f_globals.get("__name__", "")) not in _OWN:
-            places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    return places[::-1]
+    return lines[::-1]
 
 
-def shown(place: Place) -> str:
-    """A place as text."""
-    file, line, function = place
-    return f"{file}:{line} in {function}"
+def line_text(line: SourceLine) -> str:
+    """As messages show it."""
+    file, number, function = line
+    return f"{file}:{number} in {function}"
 
 
 def is_in_signal_handler() -> bool:

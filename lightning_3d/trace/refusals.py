@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import TraceError
-from lightning_3d.frames import shown, user_places
+from lightning_3d.frames import line_text, user_lines
 from lightning_3d.model.pytrees import holds_tensors, is_opaque
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -114,8 +114,8 @@ def transformed(name: str) -> TraceError:
 
 def user_frame() -> str:
     """Where the innermost frame outside torch and this package stands."""
-    places = user_places(sys._getframe(1))
-    return shown(places[-1]) if places else "unknown"
+    lines = user_lines(sys._getframe(1))
+    return line_text(lines[-1]) if lines else "unknown"
 
 
 def calls_blocks_unseen(name: str, fqns: Sequence[str]) -> TraceError:

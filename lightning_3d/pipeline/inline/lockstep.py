@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_3d.distributed.agreement import gather_rows
 from lightning_3d.errors import StepError
-from lightning_3d.frames import Place, shown, user_places
+from lightning_3d.frames import SourceLine, line_text, user_lines
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class _Doing:
     """The exchange that a rank came to, and the lines of user code that led there, from the outermost."""
 
     what: str
-    lines: tuple[Place, ...]
+    lines: tuple[SourceLine, ...]
 
 
 class Lockstep:
@@ -48,7 +48,7 @@ class Lockstep:
         Raises:
             StepError: on all ranks, if they do not come to the same.
         """
-        doing = _Doing(what, tuple(user_places(sys._getframe(1))))
+        doing = _Doing(what, tuple(user_lines(sys._getframe(1))))
         check = crc32(what.encode()) << 31 | crc32(repr(doing.lines).encode()) >> 1
         rows = gather_rows([check, number], self._group)
         if self._parted is None and any(theirs != check for theirs, _ in rows):  # by calls of the same block, at first
@@ -72,7 +72,7 @@ def _told(everyone: Sequence[_Doing], ranks: Sequence[int]) -> str:
     parted = next((i for i, lines in columns if len(set(lines)) > 1), len(everyone[0].lines))
     places: dict[str, list[str]] = {}
     for rank, doing in zip(ranks, everyone, strict=True):
-        channel = "".join(f" (at {shown(line)})" for line in doing.lines[parted : parted + 1])
+        channel = "".join(f" (at {line_text(each)})" for each in doing.lines[parted : parted + 1])
         places.setdefault(f"{doing.what}{channel}", []).append(str(rank))
     told = ", ".join(f"rank {' and '.join(of_ranks)} came to {place}" for place, of_ranks in places.items())
     return (
