@@ -7,6 +7,9 @@ that end collectives at the same time may free that memory twice, or write where
 later, by "malloc(): unaligned tcache chunk detected" or the like.
 
 All ranks run the collectives of a group in the same order, so one thread can run them, too.
+
+Each device of gloo's has a thread besides, which looks at its sockets a hundred times a second, also when nothing is
+sent; so the groups of a process share their devices, as gloo lets contexts do.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,6 +59,17 @@ def further_store(name: str) -> Store:
     return PrefixStore(name, _clients[group])
 
 
+@cache
+def _devices(interfaces: str, process: int) -> list[Any]:
+    """Those of a process, as threads do not go along with a fork.
+
+    Args:
+        interfaces: Names of networks, separated by commas; empty for that of the host's name.
+    """
+    devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name]
+    return devices or [ProcessGroupGloo.create_default_device()]
+
+
 class _OneThread(ProcessGroupGloo):
     """A gloo group as torch makes it, but for the number of its threads.
 
@@ -63,10 +78,8 @@ class _OneThread(ProcessGroupGloo):
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **further: object) -> None:
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stub, as its attributes
-        options._devices = devices or [ProcessGroupGloo.create_default_device()]
+        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
         options._timeout = timeout
         options._threads = 1
         for name, value in further.items():
