@@ -60,8 +60,8 @@ def further_store(name: str) -> Store:
 
 
 @cache
-def _devices(interfaces: str, process: int) -> list[Any]:
-    """Those of a process, as threads do not go along with a fork.
+def _shared_devices(interfaces: str, process: int) -> list[Any]:
+    """The devices of all groups of a process; a fork has its own, as threads do not go along with it.
 
     Args:
         interfaces: Names of networks, separated by commas; empty for that of the host's name.
@@ -79,7 +79,7 @@ class _OneThread(ProcessGroupGloo):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **further: object) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stub, as its attributes
-        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
+        options._devices = _shared_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
         options._timeout = timeout
         options._threads = 1
         for name, value in further.items():
