@@ -63,8 +63,9 @@ def load_optimizers(
             saved = by_fqn(states[i], groups, optimizer=i)
             check_groups(saved["param_groups"], groups, optimizer=i, strict=strict)
             state, own = unread(saved["state"]), dict[int, dict[str, Any]]()
+            parameters, kind = dict(named), saved_as[i] if saved_as else ""
             for group in saved["param_groups"]:
-                _check_kind(optimizer, group, state, dict(named), number=i, saved_as=saved_as[i] if saved_as else "")
+                _check_kind(optimizer, group, state, parameters, number=i, saved_as=kind)
             for number, (fqn, parameter) in enumerate(named):
                 if fqn in state and not (parameter.is_meta or shard_of(parameter, shards).owned_by_other):
                     own[number] = {
