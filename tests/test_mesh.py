@@ -159,3 +159,20 @@ def test_gloo_runs_the_groups_of_a_mesh_in_one_thread(
         )
     finally:
         pool.close()  # the store of the default group goes with the folder of the run
+
+
+def _num_loops() -> int:
+    """The number of threads that look at the sockets of gloo's devices."""
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")].count("gloo_tcp_loop")
+
+
+def _loops_of_further_groups(shape: MeshShape) -> int:
+    before = _num_loops()
+    build_mesh(shape, zero_stage=1, device_type="cpu", shard_size="auto")
+    return _num_loops() - before
+
+
+def test_groups_share_the_devices_of_gloo(workers: WorkerPools) -> None:
+    """Each device has a thread that wakes a hundred times a second."""
+    assert all(number > 0 for number in workers(2).run(_num_loops))
+    assert workers(2).run(_loops_of_further_groups, MeshShape(pp=2, dp=1, cp=1, tp=1)) == [0, 0]
