@@ -80,6 +80,7 @@ class Layout:
 
     pp: int = 1
     dp: int = 1
+    cp: int = 1
     tp: int = 1
     zero: Literal[0, 1, 2, 3] = 1
     num_microbatches: int | Literal["auto"] = "auto"
@@ -106,7 +107,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def num_state(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.dp * self.cp
 
     def __str__(self) -> str:
         return (
@@ -118,6 +124,7 @@ class Layout:
         return ThreeDStrategy(
             pipeline_parallel_size=self.pp,
             data_parallel_size=self.dp,
+            context_parallel_size=self.cp,
             tensor_parallel_size=self.tp,
             zero={"stage": self.zero, **self.zero_settings},
             pipeline={

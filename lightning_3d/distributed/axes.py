@@ -45,7 +45,7 @@ class AxisRow:
 AXES = (
     AxisRow(name="pp", setting="pipeline_parallel_size", label="pipeline", cuts="layers"),
     AxisRow(name="dp", setting="data_parallel_size", label="data", cuts="samples"),
-    AxisRow(name="cp", setting="context_parallel_size", label="context", cuts="sequence", is_built=False),
+    AxisRow(name="cp", setting="context_parallel_size", label="context", cuts="sequence"),
     AxisRow(name="tp", setting="tensor_parallel_size", label="tensor", cuts="features"),
 )
 """Ranks along the last are neighbours, so that tensor parallel stays inside a node."""

@@ -134,8 +134,12 @@ class Mesh:
     """Place of this rank."""
 
     device_mesh: DeviceMesh
-    """Axes ``pp, dp_replicate, dp_shard, cp, tp``. The dp axis is those two: replicas of the training state, and shards
-    of it. ``dp_shard`` has size 1 at ZeRO stage 0, ``dp_replicate`` at the others unless sharding is hybrid."""
+    """Axes ``pp, dp_replicate, dp_shard, tp``. The ranks of role *state*, those of dp and cp, lie along the two in the
+    middle: replicas of the training state, and shards of it. ``dp_shard`` has size 1 at ZeRO stage 0, ``dp_replicate``
+    at the others unless sharding is hybrid."""
+
+    context: DeviceMesh
+    """The axis cp alone."""
 
     roles: Mapping[Role, dist.ProcessGroup]
     """The group of each role, through this rank."""
@@ -172,14 +176,24 @@ class Mesh:
 
     @property
     def num_shards(self) -> int:
-        """Data-parallel ranks that share the training state; each such group holds all of it."""
+        """Ranks that share the training state; each such group holds all of it."""
         return self.sliced("dp_shard").size()
 
     @property
+    def state_rank(self) -> int:
+        """The index of this rank among those of role *state*."""
+        return self.coordinate.dp * self.shape.cp + self.coordinate.cp
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether groups of ranks share the training state, each all of it."""
+        return 1 < self.num_shards < self.shape.size("state")
+
+    @property
     def shard_axes(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards over: one axis, or with hybrid sharding the two of dp."""
-        is_hybrid = self.num_shards < self.shape.dp
-        return self.sliced("dp_replicate", "dp_shard") if is_hybrid else self.sliced("dp_shard")
+        """The mesh that FSDP2 shards over: one axis, or with hybrid sharding the two of the state."""
+        is_shared = self.num_shards == self.shape.size("state")
+        return self.sliced("dp_shard") if is_shared else self.sliced("dp_replicate", "dp_shard")
 
     def sliced(self, *names: str) -> DeviceMesh:
         """The mesh along axes of `device_mesh`, through this rank; made once, as it is asked for by each parameter."""
@@ -193,13 +207,9 @@ class Mesh:
         return found
 
     def axis(self, name: AxisName) -> DeviceMesh:
-        """The one-dimensional mesh along an axis, through this rank; all of them share `device_mesh` as their root.
-        With hybrid sharding dp is none of them: see `shard_axes` and `group`.
-        """
-        if name != "dp":
-            return self.sliced(name)
-        assert self.num_shards in (1, self.shape.dp), "hybrid sharding has two axes in place of dp"
-        return self.sliced("dp_replicate" if self.num_shards == 1 else "dp_shard")
+        """The one-dimensional mesh along an axis, through this rank; dp has none, see `shard_axes` and `group`."""
+        assert name != "dp", "ranks of dp and cp lie along the axes of the state"
+        return self.context if name == "cp" else self.sliced(name)
 
     def group(self, name: AxisName | Role) -> dist.ProcessGroup:
         """The process group along an axis, or of a role, through this rank."""
@@ -238,13 +248,14 @@ def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
             f"is {world_size}: use {needed} processes, or data_parallel_size={dp} or 'auto'"
         )
     shard_size = config.zero.shard_size
-    if shard_size != "auto" and dp % shard_size:
-        sizes = ", ".join(str(size) for size in range(2, dp + 1) if dp % size == 0)
+    shape = MeshShape(dp=dp, **given)
+    if shard_size != "auto" and (num := shape.size("state")) % shard_size:
+        sizes = ", ".join(str(size) for size in range(2, num + 1) if num % size == 0)
         raise ConfigError(
-            f"zero.shard_size={shard_size} does not divide the {dp} data-parallel ranks:"
+            f"zero.shard_size={shard_size} does not divide the {num} ranks that hold the same weights:"
             f" use {f'{sizes}, or ' if sizes else ''}'auto'"
         )
-    return MeshShape(dp=dp, **given)
+    return shape
 
 
 def refuse_unbuilt(shape: MeshShape) -> None:
@@ -295,22 +306,32 @@ def build_mesh(
     """
     assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
     groups = MeshGroups(timeout, device_type)
-    dp_shard = min(shape.dp, num_sharing(shape, zero_stage=zero_stage, shard_size=shard_size))
-    sizes: dict[str, int] = {}
-    for name, size in shape.sizes.items():
-        sizes |= {"dp_replicate": size // dp_shard, "dp_shard": dp_shard} if name == "dp" else {name: size}
+    dp_shard, num_state = num_sharing(shape, zero_stage=zero_stage, shard_size=shard_size), shape.size("state")
+    sizes = {"pp": shape.pp, "dp_replicate": num_state // dp_shard, "dp_shard": dp_shard, "tp": shape.tp}
     ranks = torch.arange(shape.world_size).view(*sizes.values())
     along = [ranks.movedim(axis, -1).flatten(0, -2).tolist() for axis in range(len(sizes))]
     made = [groups.make(sets) if len(sets[0]) > 1 else groups.make_once(sets) for sets in along]
     of_axes = dict(zip(sizes, map(_own, made), strict=True))
     device_mesh = DeviceMesh.from_group([*of_axes.values()], device_type, ranks, mesh_dim_names=tuple(sizes))
+    roles = _roles(shape, groups, of_axes, is_hybrid=1 < dp_shard < num_state)
     return Mesh(
         shape=shape,
         coordinate=shape.coordinate(dist.get_rank()),
         device_mesh=device_mesh,
-        roles=_roles(shape, groups, of_axes, is_hybrid=1 < dp_shard < shape.dp),
+        context=_context(shape, groups, roles, device_type),
+        roles=roles,
         groups=groups,
     )
+
+
+def _context(
+    shape: MeshShape, groups: MeshGroups, roles: Mapping[Role, dist.ProcessGroup], device_type: str
+) -> DeviceMesh:
+    """The axis cp, along which no training state lies."""
+    sets = shape.ranks_along(("cp",))
+    known = [group for group in roles.values() if dist.get_process_group_ranks(group) in sets]
+    group = known[0] if known else _own(groups.make(sets) if shape.cp > 1 else groups.make_once(sets))
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=("cp",))
 
 
 def _roles(
@@ -318,11 +339,12 @@ def _roles(
 ) -> dict[Role, dist.ProcessGroup]:
     """The group of each role, as slicing an axis flattened from a `DeviceMesh` is deprecated (torch 2.13).
 
-    That of the axes dp or tp alone is theirs, whose collectives come one after the other, too.
+    That of the state or of tp alone is theirs, whose collectives come one after the other, too.
     """
     known: dict[tuple[str, ...], dist.ProcessGroup] = {("tp",): of_axes["tp"]}
     if not is_hybrid:
-        known["dp",] = max(of_axes["dp_replicate"], of_axes["dp_shard"], key=dist.ProcessGroup.size)
+        along = tuple(name for name in ROLES["state"] if shape.sizes[name] > 1) or ("dp",)
+        known[along] = max(of_axes["dp_replicate"], of_axes["dp_shard"], key=dist.ProcessGroup.size)
     roles: dict[Role, dist.ProcessGroup] = {}
     for role, names in ROLES.items():
         long = tuple(name for name in names if shape.sizes[name] > 1)

@@ -99,6 +99,8 @@ class BlockRunner:
         """Makes the context of a call that moves what its backward needs to the host."""
         self.pipeline_exchange: Callable[[BlockRunner, AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
+        self.sliced: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        """Cuts what a call gets along its sequence, where ranks share that."""
         self.sync_check: Callable[[str], None] | None = None
         """Called before its forward where that takes other ranks; raises if they run something else."""
         self.lazy: AnyCallable | None = None
@@ -311,6 +313,8 @@ class BlockRunner:
         return lambda *args, **kwargs: recomputed(call, args, kwargs)
 
     def _compute(self, *args: object, **kwargs: object) -> Any:
+        if self.sliced is not None:
+            args, kwargs = self.sliced(args, kwargs)
         forward_wrapper = self._take_forward_wrapper()
         if self.compiled is not None:
             try:
@@ -339,7 +343,7 @@ class BlockRunner:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
-        steps = ("route", "recomputed", "recomputed_eagerly", "offloaded", "lazy", "deferred", "_forward_wrapper")
+        steps = ("route", "recomputed", "recomputed_eagerly", "offloaded", "lazy", "deferred", "sliced", "_forward_wrapper")
         own = dict.fromkeys((*steps, "compiled"))
         return {**vars(self), **own, "_hidden": hidden}
 

@@ -42,4 +42,4 @@ class RunContext:
     @property
     def is_in_parts(self) -> bool:
         """Whether ranks hold parts of the model."""
-        return self.mesh.shape.is_model_parallel or self.config.zero.is_fully_sharded(self.mesh.shape.dp)
+        return self.mesh.shape.is_model_parallel or self.config.zero.is_fully_sharded(self.mesh.shape.size("state"))

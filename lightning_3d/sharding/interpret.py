@@ -151,7 +151,7 @@ class Interpreter(TorchFunctionMode):
         operands: list[Tensor] = []
         contexts: list[AbstractContextManager[Any]] = []
         for tensor, input_placement in zip(local.tensors, local.input_placements, strict=True):
-            operand = self._redistribute(tensor, input_placement, contexts)
+            operand = self.operand(tensor, input_placement, contexts)
             if isinstance(tensor, ShardedTensor) and operand is tensor.local:
                 own[id(operand)] = tensor
             operands.append(operand)
@@ -175,7 +175,7 @@ class Interpreter(TorchFunctionMode):
         with self:
             return local.epilogue(result)
 
-    def _redistribute(
+    def operand(
         self, tensor: Tensor, input_placement: InputPlacement, contexts: list[AbstractContextManager[Any]]
     ) -> Tensor:
         """An operand as a call needs it."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_3d.errors import PlanError
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.placement import InterleavedShard, Shard, Sharded, full_shape
+from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, set_gradient_hooks
 
 UNSEEN = (
@@ -117,6 +118,15 @@ def parts_of(tensor: object) -> InterleavedShard | None:
     """The parts of a tensor that has them; None for any other."""
     placement = placement_of(tensor)
     return placement if type(placement) is InterleavedShard else None
+
+
+def holds_sharded_tensor(value: object) -> bool:
+    """Whether a value is a sharded tensor, or a list, tuple or dict that holds one at any depth."""
+    if isinstance(value, Tensor):
+        return isinstance(value, ShardedTensor)
+    if not isinstance(value, list | tuple | dict):
+        return False
+    return any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves(value))
 
 
 def _refuse(gradient: Tensor) -> None:

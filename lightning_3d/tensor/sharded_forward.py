@@ -18,7 +18,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import running
 from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.sharding.placement import Sharded
-from lightning_3d.sharding.sharded_tensor import ShardedTensor, shard_dim
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, holds_sharded_tensor, shard_dim
 from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
@@ -28,7 +28,7 @@ from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES, parameters_of
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
 Slot = tuple[nn.Module, str, Sharded | None]
@@ -189,16 +189,8 @@ def _gather_retained(attributes: dict[str, object], whole: Callable[[Tensor], Te
         return whole(leaf) if shard_dim(leaf) is None else lazily_gathered(leaf)
 
     for name, value in attributes.items():
-        if name not in TORCH_ATTRIBUTES and _holds_sharded_tensor(value):
+        if name not in TORCH_ATTRIBUTES and holds_sharded_tensor(value):
             attributes[name] = tree_map(shown, value)
-
-
-def _holds_sharded_tensor(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(value, ShardedTensor)
-    if not isinstance(value, list | tuple | dict):
-        return False
-    return any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves(value))
 
 
 def _lazy_if_sharded(leaf: object) -> Any:

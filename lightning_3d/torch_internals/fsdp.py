@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
@@ -52,6 +52,11 @@ def waits_replaced(run: Callable[..., Any]) -> Iterator[None]:
 def is_hook_of_fsdp(hook: object) -> bool:
     """Whether a hook on the gradient of a unit's output asks only when it comes, to gather parameters."""
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+
+
+def passes_tensors_on(function: type[torch.autograd.Function]) -> bool:
+    """Whether an autograd function gives a unit's arguments on as they are, to run code after its backward."""
+    return function is RegisterPostBackwardFunction
 
 
 def groups_of(unit: FSDPModule) -> Iterator[Any]:

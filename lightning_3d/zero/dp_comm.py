@@ -23,10 +23,9 @@ class DPComm:
     def __init__(self, mesh: Mesh) -> None:
         self.group = mesh.group("state")
         self.size = self.group.size()
-        self.num_shards, self.shard_rank = mesh.num_shards, mesh.dp_rank % mesh.num_shards
-        is_hybrid = 1 < mesh.num_shards < mesh.shape.dp
-        self._shards = mesh.sliced("dp_shard").get_group() if is_hybrid else self.group
-        self._copies = mesh.sliced("dp_replicate").get_group() if is_hybrid else None  # ranks with the same shard
+        self.num_shards, self.shard_rank = mesh.num_shards, mesh.state_rank % mesh.num_shards
+        self._shards = mesh.sliced("dp_shard").get_group() if mesh.is_hybrid else self.group
+        self._copies = mesh.sliced("dp_replicate").get_group() if mesh.is_hybrid else None  # ranks with the same shard
         self._is_gloo = dist.get_backend(self.group) == "gloo"
 
     def all_reduce(self, tensor: Tensor) -> Wait:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.distributed.axes import AXES
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.dispatch import foreach_norm
 from lightning_3d.zero.engine import Zero
@@ -43,11 +42,10 @@ class Gradients:
 
     def _is_first_copy(self, parameter: nn.Parameter) -> bool:
         """Whether, of all ranks that hold the same part of its gradient, this one is the first along each axis."""
-        along = [axis.name for axis in AXES if axis.cuts != "layers"]
-        coordinate: dict[str, int] = {name: getattr(self._mesh.coordinate, name) for name in along}
+        coordinate = {"state": self._mesh.state_rank, "tp": self._mesh.tp_rank}
         names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
         if self._zero.shards[parameter].size > 1 or "dp_shard" in names:
-            coordinate["dp"] //= self._mesh.num_shards  # which group of ranks that share the state
+            coordinate["state"] //= self._mesh.num_shards  # which group of ranks that share the state
         if isinstance(parameter, DTensor):
             for axis, name in enumerate(names):
                 coordinate.pop(name, None)

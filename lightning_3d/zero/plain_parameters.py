@@ -60,7 +60,7 @@ class PlainParameters(Zero):
         self._bucket_bytes = None if config.bucket_size == "auto" else 2**20 * config.bucket_size
         self._splits_backward = False
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
-        self._replicas = DPComm(mesh) if mesh.shape.dp > 1 else None
+        self._replicas = DPComm(mesh) if mesh.shape.size("state") > 1 else None
         self._compressing: dist.ProcessGroup | None = None
         if self._replicas is not None and self._power_sgd_rank is not None:  # its hook goes on in callbacks
             self._compressing = mesh.groups.make_once(mesh.shape.ranks_along(ROLES["state"]), runs_callbacks=True)

@@ -293,7 +293,7 @@ def _held(case: Case, layout: Layout, plan: Plan, ranks: Sequence[Run], referenc
     ZeRO 1 on, and each has all of them at stage 0.
     """
     sharded = _sharded(plan)
-    per_stage = layout.dp * layout.tp
+    per_stage = layout.num_state * layout.tp
     for name, full in reference.initial.items():
         if name not in reference.weights or not isinstance(full, Tensor) or name not in _parameters(ranks):
             continue
@@ -326,10 +326,10 @@ def _states(
     """
     for shard in range(layout.tp):
         of_replicas = [
-            run.held.optimizer_state.get(name, 0) for run in ranks[shard : layout.dp * layout.tp : layout.tp]
+            run.held.optimizer_state.get(name, 0) for run in ranks[shard : layout.num_state * layout.tp : layout.tp]
         ]
         expected = round(count * (full if dim is None else _chunk(full, layout.tp, dim, shard)).numel())
-        total = expected * (layout.dp if is_whole else layout.dp // _sharing(layout))
+        total = expected * (layout.num_state if is_whole else layout.num_state // _sharing(layout))
         if sum(of_replicas) != total or (is_whole and max(of_replicas) != expected):
             yield f"replicas hold {of_replicas} elements of optimizer states of {name}, planned {total} in all"
 
@@ -360,7 +360,7 @@ def _share_of(full: Tensor, dim: int | None, layout: Layout, shard: int, replica
 
 def _sharing(layout: Layout) -> int:
     """How many replicas share one of the training states."""
-    size: int = layout.zero_settings.get("shard_size", layout.dp)
+    size: int = layout.zero_settings.get("shard_size", layout.num_state)
     return size
 
 

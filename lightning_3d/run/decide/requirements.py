@@ -122,12 +122,12 @@ def _problems_of_callbacks(trainer: Trainer, config: ThreeDConfig, shape: MeshSh
         )
     # By its name, as its module can't be imported without the package requests.
     names = {base.__name__ for callback in callbacks for base in type(callback).__mro__}
-    is_in_parts = shape.is_model_parallel or (config.zero.stage == 3 and shape.dp > 1)
+    is_in_parts = shape.is_model_parallel or (config.zero.stage == 3 and shape.size("state") > 1)
     if is_in_parts and trainer.state.fn == TrainerFn.FITTING and "ServableModuleValidator" in names:
         yield (
             "ServableModuleValidator serves the model from rank 0, but with"
             f" pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp} and"
-            f" zero.stage={config.zero.stage} on {shape.dp} replicas each rank has a part of it. Validate it in one"
+            f" zero.stage={config.zero.stage} on {shape.size('state')} ranks each rank has a part of it. Validate it in one"
             " process, from a checkpoint, or use size 1 for both and zero.stage<=2."
         )
 
@@ -188,7 +188,7 @@ def _problems_of_model(module: LightningModule, config: ThreeDConfig, shape: Mes
                 f" compared between ranks, before the step. Let it take the batch: def {step}(self, batch, batch_idx),"
                 " or use size 1 for both."
             )
-    for fqn, parameter in parameters if shape.is_model_parallel or config.zero.is_fully_sharded(shape.dp) else ():
+    for fqn, parameter in parameters if shape.is_model_parallel or config.zero.is_fully_sharded(shape.size("state")) else ():
         if has_gradient_hooks(parameter):
             yield (
                 f"{fqn} has gradient hooks, which would be lost: shards take the place of parameters. Change gradients"
@@ -252,10 +252,10 @@ def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShap
             f"{together} pipeline_parallel_size={shape.pp} and tensor_parallel_size={shape.tp} no rank has them all."
             " Use another optimizer, or size 1 for both; or set zero.optimizer_steps if it does not."
         )
-    if kind != "rows" and (shape.tp > 1 or (config.stage == 3 and shape.dp > 1)):
+    if kind != "rows" and (shape.tp > 1 or (config.stage == 3 and shape.size("state") > 1)):
         yield (
             f"{name} needs whole parameters (it does not work element by element), but with"
-            f" tensor_parallel_size={shape.tp} and zero.stage={config.stage} on {shape.dp} replicas each rank has a"
+            f" tensor_parallel_size={shape.tp} and zero.stage={config.stage} on {shape.size('state')} ranks each rank has a"
             " part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
             " zero.optimizer_steps='rows' if it does work element by element."
         )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from lightning_3d.context.axis import ContextAxis
+from lightning_3d.context.steps import ContextSteps
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.model.block_runner import running
@@ -46,7 +48,7 @@ def make_runner(
     precision.attach(norm=gradients.norm, zero=zero)
     inline = _inline(context, plan, blocks, router, zero) if mesh.shape.pp > 1 else None
     if not is_microbatched(config, mesh.shape):
-        return WholeModelRunner(module, zero, randomness, heads, inline)
+        return WholeModelRunner(module, zero, randomness, heads, inline, _context(context, plan, blocks))
     engine = PipelineEngine(
         module=module,
         rank_module=zero.root,
@@ -74,6 +76,14 @@ def make_runner(
         precision=precision,
         heads=heads,
     )
+
+
+def _context(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]) -> ContextSteps | None:
+    """What cuts sequences, where ranks share them."""
+    if context.mesh.shape.cp == 1:
+        return None
+    axis = ContextAxis(context.mesh.axis("cp"))
+    return ContextSteps(context.module, {block.fqn: blocks[block.fqn] for block in plan.blocks}, axis)
 
 
 def _inline(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module], router: Router, zero: Zero) -> InlineStep:

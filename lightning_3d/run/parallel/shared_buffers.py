@@ -32,9 +32,9 @@ class SharedBuffers:
         self._module, self._device = module, device
         self._group = mesh.group("state")
         self._is_first = dist.get_rank(self._group) == 0
-        found = _local_buffers(module) if mesh.shape.dp > 1 else {}
+        found = _local_buffers(module) if self._group.size() > 1 else {}
         kinds = {fqn: (buffer.shape, buffer.dtype) for fqn, buffer in found.items()}
-        if mesh.shape.dp > 1:
+        if found:
             shared = described_alike({fqn: str(kind) for fqn, kind in kinds.items()}, self._group)
             kinds = {fqn: kinds[fqn] for fqn in sorted(shared)}
         self._expected = kinds

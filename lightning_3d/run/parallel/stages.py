@@ -16,7 +16,7 @@ from lightning_3d.zero.fully_sharded import lay_out_contiguously
 def place_stages(context: RunContext, plan: Plan) -> None:
     """Give this rank the weights of its stages; those of others are dropped."""
     module, mesh, device = context.module, context.mesh, context.device
-    is_fully_sharded = context.config.zero.is_fully_sharded(mesh.shape.dp)
+    is_fully_sharded = context.config.zero.is_fully_sharded(mesh.shape.size("state"))
     if is_fully_sharded:
         lay_out_contiguously(module)
     is_by_block = is_fully_sharded or mesh.shape.tp > 1  # that come to the device one after the other

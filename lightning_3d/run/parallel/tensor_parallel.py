@@ -54,19 +54,20 @@ def shard_blocks(
                 plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiled, is_empty)
         apply_blocks(plan, module, blocks, mesh, device)
     # FSDP2 takes those that it shards unit by unit.
-    is_fully_sharded = config.zero.is_fully_sharded(mesh.shape.dp)
+    is_fully_sharded = config.zero.is_fully_sharded(mesh.shape.size("state"))
     move_parameters(module, {p for p in module.parameters() if not (is_fully_sharded and is_shardable(p))}, device)
     return plan
 
 
 def fused_heads(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]) -> FusedHeads:
-    """The heads that may run with their losses."""
+    """The heads that may run with their losses; on slices of sequences logits are short by themselves."""
+    takes_heads = context.config.activations.fused_loss == "auto" and context.mesh.shape.cp == 1
     planned = {
         block.fqn: (
             blocks[block.fqn],
             HeadPlan(tensor=block.tensor, is_recomputed=block.is_recomputed, is_offloaded=block.is_offloaded),
         )
-        for block in (plan.blocks if context.config.activations.fused_loss == "auto" else ())
+        for block in (plan.blocks if takes_heads else ())
     }
     tp = context.mesh.ranks("tp")
     sync_check = partial(context.rendezvous.sync_check, tp, in_steps=True)

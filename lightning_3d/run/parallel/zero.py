@@ -19,7 +19,7 @@ def share_state(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]
     """Share the training state between the replicas; every rank calls it."""
     module, mesh, config = context.module, context.mesh, context.config.zero
     in_microbatches = is_microbatched(context.config, mesh.shape)
-    if not config.is_fully_sharded(mesh.shape.dp):
+    if not config.is_fully_sharded(mesh.shape.size("state")):
         stages = _pipeline_stages(plan, blocks) if in_microbatches else {}
         pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
         return PlainParameters(module, mesh=mesh, config=config, pipeline_stages=stages, pp_ranks=pp_ranks)

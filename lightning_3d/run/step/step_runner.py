@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_3d.context.steps import ContextSteps
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.pipeline.attempt import StepFailed
 from lightning_3d.pipeline.engine import PipelineEngine
@@ -68,6 +70,7 @@ class WholeModelRunner(StepRunner):
 
     Args:
         inline: Exchanges them.
+        context: Cuts sequences, where ranks share them.
     """
 
     def __init__(
@@ -77,8 +80,9 @@ class WholeModelRunner(StepRunner):
         randomness: StepRandomness,
         heads: FusedHeads,
         inline: InlineStep | None = None,
+        context: ContextSteps | None = None,
     ) -> None:
-        self._heads, self._inline = heads, inline
+        self._heads, self._inline, self._context = heads, inline, context
         self._module, self._zero, self._randomness = module, zero, randomness
         self._steps_by_hand = False  # inside of a training step with manual optimization
 
@@ -101,8 +105,8 @@ class WholeModelRunner(StepRunner):
     def _run(self, name: str, batch: object, rest: Sequence[object], *, number: int) -> Any:
         def run() -> Any:
             with self._heads.on(), nullcontext() if self._inline is None else self._inline.on():
-                output = getattr(self._module, name)(batch, *rest)
-                return tree_map(made, output)
+                step = partial(getattr(self._module, name), batch, *rest)
+                return tree_map(made, step() if self._context is None else self._context.run(step))
 
         with self._randomness.replica(number):
             return self._zero.root(run)

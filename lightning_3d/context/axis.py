@@ -1,0 +1,84 @@
+"""The axis along which sequences are cut: the collectives of every axis, and one that sends rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.sharding.axis import MeshAxis
+
+
+class ContextAxis(MeshAxis):
+    """A mesh axis that also sends rows of tensors from any rank to any."""
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows (along dim 0), so many to each rank in turn; returns those that come, by rank."""
+        came = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(came, rows.contiguous(), list(received), list(sent), group=self._group)
+        return came
+
+
+def exchanged_rows(local: Tensor, axis: ContextAxis, dim: int, sends: Sequence[Tensor], received: Sequence[int]) -> Tensor:
+    """The rows along a dim that this rank gets from all.
+
+    Args:
+        local: This rank's rows.
+        sends: By rank the indices of own rows that go there.
+        received: How many come from each.
+    """
+    return cast(Tensor, _ExchangedRows.apply(local, axis, dim, sends, received))  # type: ignore[no-untyped-call]
+
+
+class _ExchangedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, axis: ContextAxis, dim: int, sends: Sequence[Tensor], received: Sequence[int]
+    ) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sends, ctx.received, ctx.length = axis, dim, sends, received, local.shape[dim]
+        picked = local.index_select(dim, torch.cat(list(sends))).movedim(dim, 0)
+        return axis.exchange(picked, [len(rows) for rows in sends], received).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        back = ctx.axis.exchange(gradient.movedim(ctx.dim, 0), ctx.received, [len(rows) for rows in ctx.sends])
+        own = back.new_zeros(ctx.length, *back.shape[1:]).index_add_(0, torch.cat(list(ctx.sends)), back)
+        return own.movedim(0, ctx.dim), None, None, None, None
+
+
+def with_gradient_times(tensor: Tensor, factor: float) -> Tensor:
+    """The same tensor, whose gradient is multiplied on its way back."""
+    return cast(Tensor, _WithGradientTimes.apply(tensor, factor))  # type: ignore[no-untyped-call]
+
+
+class _WithGradientTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def comes_of_weights(tensor: Tensor) -> bool:
+    """Whether nothing but parameters is in the graph of a tensor, as of a transposed or normalised weight."""
+    waiting, count = [tensor.grad_fn], 0
+    while waiting and count <= _MAX_NODES:
+        node, count = waiting.pop(), count + 1
+        if node is None:
+            continue
+        if node.name() == "torch::autograd::AccumulateGrad":
+            if not isinstance(node.variable, nn.Parameter):  # type: ignore[attr-defined]
+                return False
+        else:
+            waiting += [following for following, _ in node.next_functions]
+    return count <= _MAX_NODES
+
+
+_MAX_NODES = 30
+"""Nodes of a graph that are looked at."""

@@ -1,0 +1,224 @@
+"""Answering the calls of a step whose sequences are cut: on slices, with operands moved where that is not possible.
+
+Weights are whole on every rank, and the ranks of the axis count as replicas of them: a gradient is the mean over the
+ranks. So what meets a weight with its slice alone multiplies its gradient by their number; what all ranks compute
+alike counts as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_3d.context.axis import ContextAxis, comes_of_weights, with_gradient_times
+from lightning_3d.context.choice import Sequences, Target, cheapest
+from lightning_3d.context.rows import MOVES, Moved, as_move
+from lightning_3d.context.rules import RULES as OWN_RULES
+from lightning_3d.model.block_runner import is_own
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.interpret import ByTensor, Interpreter
+from lightning_3d.sharding.placement import (
+    REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
+    Replicate,
+    Sharded,
+)
+from lightning_3d.sharding.rules.call import InputPlacement, LocalCall, TorchCall
+from lightning_3d.sharding.rules.function import MEMORY, ON_WHOLE, Function, map_tensors
+from lightning_3d.sharding.rules.generic import generic
+from lightning_3d.sharding.rules.table import RULES
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction
+from lightning_3d.torch_internals.fsdp import is_hook_of_fsdp, passes_tensors_on
+
+
+class ContextInterpreter(Interpreter):
+    """Active during one step.
+
+    Args:
+        axis: The axis that sequences are cut over.
+    """
+
+    remedy = "use context_parallel_size=1"
+
+    axis: ContextAxis
+
+    def __init__(self, axis: ContextAxis) -> None:
+        super().__init__(axis)
+        self.sequences = Sequences(lengths=frozenset(), batch=0)
+        self._ways: dict[tuple[Any, ...], Sequence[Target] | None] = {}  # by what is known of a call
+        self._moves: dict[tuple[Any, ...], Moved | None] = {}
+        self._gathered: ByTensor[Tensor] = ByTensor()  # by slice
+        self._parts_read: dict[int, Tensor] = {}  # gathered tensors by id, of which each rank reads a part
+
+    def forget(self) -> None:
+        """Let go of tensors that were gathered, as where a block begins."""
+        self._entered, self._gathered, self._parts_read = ByTensor(), ByTensor(), {}
+
+    @override
+    def dispatch(self, call: TorchCall) -> Any:
+        if not any(isinstance(tensor, ShardedTensor) for tensor in call.tensors):
+            return self.run_plain(call)
+        if call.name == "register_hook" and is_hook_of_fsdp(call.args[1]):  # it asks when a gradient comes
+            return call.first.own().register_hook(*call.args[1:])
+        if call.destination is not None or call.name == "__setitem__":
+            return self._in_place(call)
+        for rule in OWN_RULES.get(call.name, ()):
+            if call.name in MOVES | {"select"} and (local := rule(call, self.axis)) is not None:
+                return self.execute(call, local)
+        if call.name in MOVES and (move := self._known(self._moves, call, self._move)) is not None:
+            return move.carry_out(call, self.axis, lambda tensor: self.read_by_each(tensor, []))
+        ready = self._ready(call)
+        return self.execute(call, self._on_whole(call)) if ready is None else self.execute(*ready)
+
+    def _move(self, call: TorchCall) -> Moved | None:
+        return as_move(call) if self._local(call) is None else None
+
+    def _ready(self, call: TorchCall, fixed: Tensor | None = None) -> tuple[TorchCall, LocalCall] | None:
+        """The call with its operands where it is local, and how it is made; None if it is local nowhere."""
+        way = self._known(
+            self._ways, call, lambda call: cheapest(call, self.axis, self._local, self.sequences, fixed), fixed
+        )
+        if way is None:
+            return None
+        targets = iter(way)
+
+        def moved(tensor: Tensor) -> Tensor:
+            target = next(targets)
+            if target is None:
+                return tensor
+            if isinstance(target, Replicate):
+                return self.read_by_each(tensor, [])
+            assert isinstance(tensor, ShardedTensor)
+            return ShardedTensor(self.moved(tensor, target), self.axis, target)
+
+        if any(target is not None for target in way):
+            call = call.mapped(moved)
+        local = self._local(call)
+        assert local is not None, "it was on stand-ins that lie alike"
+        return call, local
+
+    def _known(
+        self,
+        answers: dict[tuple[Any, ...], Any],
+        call: TorchCall,
+        find: Callable[[TorchCall], Any],
+        fixed: Tensor | None = None,
+    ) -> Any:
+        described = map_tensors(
+            lambda tensor: _Shown((tuple(tensor.shape), tensor.dtype, placement_of(tensor), tensor is fixed)),  # type: ignore[arg-type,return-value]
+            (call.args, call.kwargs),
+        )
+        key = (call.function, repr(described), self.sequences)
+        if key not in answers:
+            answers[key] = find(call)
+        return answers[key]
+
+    def _local(self, call: TorchCall) -> LocalCall | None:
+        """How every rank makes a call on what it has; None if it can't."""
+        for rule in (*OWN_RULES.get(call.name, ()), *RULES.get(call.name, ())):
+            if (local := rule(call, self.axis)) is not None:
+                return None if all(at == REPLICATE for at in local.input_placements) else local
+        is_refused = call.name in ON_WHOLE or call.name in MEMORY
+        return None if is_refused else generic(call, self.axis)
+
+    def _on_whole(self, call: TorchCall) -> LocalCall:
+        """Every rank makes the whole call; of results as long as the cut dim of an operand it goes on with its slice."""
+        if call.name in MEMORY:
+            return self._other(call)  # which raises
+        cuts = {
+            (tensor.placement, tensor.shape[tensor.placement.dim])
+            for tensor in (call.tensors if call.name not in ON_WHOLE else ())
+            if isinstance(tensor, ShardedTensor)
+        }
+
+        def own(result: Tensor) -> Tensor:
+            for at, length in cuts:
+                if result.is_floating_point() and result.dim() > at.dim and result.shape[at.dim] == length:
+                    return ShardedTensor(at.own(result, self.axis.size, self.axis.rank).clone(), self.axis, at)
+            return with_gradient_times(result, 1 / self.axis.size) if result.requires_grad else result
+
+        def run(*tensors: Tensor) -> Any:
+            return map_tensors(own, call.run(*tensors))
+
+        each = (REPLICATE_PARTIAL_GRAD,) * len(call.tensors)
+        return LocalCall(tensors=call.tensors, input_placements=each, run=run)
+
+    def _in_place(self, call: TorchCall) -> Any:
+        """A call that changes a tensor, which stays where it is; else all of it is changed, and this rank's slice taken."""
+        changed = call.first if call.name == "__setitem__" else call.destination
+        if not isinstance(changed, ShardedTensor) or call.name == "requires_grad_":
+            return super().dispatch(call)
+        if (ready := self._ready(call, fixed=changed)) is not None:
+            return self.execute(*ready)
+        whole = self._gather(changed).clone()
+        call = call.mapped(lambda tensor: whole if tensor is changed else self.read_by_each(tensor, []))
+        call.function(*call.args, **call.kwargs)
+        changed.own().copy_(changed.placement.own(whole, self.axis.size, self.axis.rank))
+        changed.follow_local()
+        return changed
+
+    @override
+    def read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
+        if isinstance(tensor, ShardedTensor):
+            return self._gathered.get(tensor.local, lambda: self._gather(tensor))
+        if id(tensor) in self._parts_read:
+            return tensor
+        if tensor.requires_grad and torch.is_grad_enabled() and _is_of_weights(tensor):
+            return self._entered.get(tensor, lambda: with_gradient_times(tensor, self.axis.size))
+        return super().read_by_each(tensor, contexts)
+
+    def _gather(self, tensor: ShardedTensor) -> Tensor:
+        """All of it, of which the ranks read parts: its gradient is the sum of theirs."""
+        full = redistribute(tensor.own(), self.axis, tensor.placement, REPLICATE_PARTIAL_GRAD)
+        self._parts_read[id(full)] = full
+        return full
+
+    @override
+    def operand(
+        self, tensor: Tensor, input_placement: InputPlacement, contexts: list[AbstractContextManager[Any]]
+    ) -> Tensor:
+        if id(tensor) not in self._parts_read:
+            return super().operand(tensor, input_placement, contexts)
+        if isinstance(input_placement, Sharded):
+            return input_placement.own(tensor, self.axis.size, self.axis.rank)
+        if input_placement == REPLICATE:  # alike on all ranks, each of which has a share of the gradient
+            return with_gradient_times(tensor, 1 / self.axis.size)
+        return tensor
+
+    @override
+    def on_custom_function(
+        self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._holds(args) and not self._holds(kwargs.values()):
+            return function(*args, **kwargs)
+        if passes_tensors_on(cls):
+            with DisableTorchFunction():
+                return self._passed_on(function, args)
+        if is_own(cls.__module__):
+            return function(*args, **kwargs)
+        with DisableTorchFunction():
+            call = TorchCall(function, cls.__name__, args, kwargs)
+            return self.execute(call, self._on_whole(call))
+
+    def _passed_on(self, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a function of FSDP2 gives for its last arguments: the same tensors, with its backward behind them."""
+        own = function(*(arg.own() if isinstance(arg, ShardedTensor) else arg for arg in args))
+        pairs = zip(own, args[-len(own) :], strict=True)
+        return tuple(
+            ShardedTensor(made, self.axis, arg.placement) if isinstance(arg, ShardedTensor) else made
+            for made, arg in pairs
+        )
+
+
+class _Shown(tuple[object, ...]):
+    """Stands for a tensor where a call is described."""
+
+
+def _is_of_weights(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or comes_of_weights(tensor)

@@ -1,0 +1,144 @@
+"""Running a user's step on slices: the first activation of each kind that meets a block is cut along its sequence.
+
+    tokens (B, T) --> embedding (B, T, D) --> first block: slices (B, T / ranks, D) --> ... --> logits --> loss
+    whole                                     sharded from here on                                         whole
+
+Integers of the batch stay whole. From the first block on all that comes of the sequence is sharded, in blocks and in
+the code around them, and what the step gives is whole again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_3d.context.axis import ContextAxis
+from lightning_3d.context.choice import Sequences
+from lightning_3d.context.interpreter import ContextInterpreter
+from lightning_3d.errors import PlanError
+from lightning_3d.model.block_runner import running
+from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.placement import REPLICATE, chunked
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, holds_sharded_tensor
+from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
+from lightning_3d.torch_internals.custom_functions import custom_functions_seen
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
+from lightning_3d.torch_internals.pytree import tree_map
+
+SEQUENCE_DIM = 1
+"""The dim of the sequence in activations of shape (B, T, D)."""
+
+
+class ContextSteps:
+    """Runs steps of one model on this rank's slices.
+
+    Args:
+        module: The user's module.
+        blocks: Its blocks by FQN, which cut what they get.
+        axis: The axis that sequences are cut over.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module], axis: ContextAxis) -> None:
+        self._module, self._axis = module, axis
+        self._interpreter = ContextInterpreter(axis)
+        self._is_running = self._has_cut = False
+        self._seen: dict[str, list[str]] = {}  # what blocks got that is no sequence
+        for fqn, block in blocks.items():
+            running(block).sliced = functools.partial(self._sliced, fqn)
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run a step; what it returns, and what it keeps in attributes of the module, is whole.
+
+        Raises:
+            PlanError: no block got a sequence.
+        """
+        self._interpreter.forget()
+        self._has_cut = False
+        with self._modes():
+            output = step()
+        with DisableTorchFunction():
+            output = tree_map(self._whole, output)
+            for module in self._module.modules():
+                self._keep_whole(vars(module))
+        self._interpreter.forget()
+        if not self._has_cut:
+            got = "; ".join(f"{fqn}: {', '.join(shapes)}" for fqn, shapes in self._seen.items()) or "no block was called"
+            raise PlanError(
+                f"context_parallel_size={self._axis.size} found no sequence to cut: no block got an activation of shape"
+                f" (batch, sequence, features) with at least {self._axis.size} tokens ({got}). Use"
+                " context_parallel_size=1."
+            )
+        return output
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        self._is_running = True
+        try:
+            with (
+                self._interpreter.statistics,
+                self._interpreter,
+                custom_functions_seen(self._on_custom_function),
+                recomputed_by(self._again),
+            ):
+                yield
+        finally:
+            self._is_running = False
+
+    def _on_custom_function(self, cls: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if is_reentrant(cls):
+            args = (self._again(args[0]), *args[1:])
+        return self._interpreter.on_custom_function(cls, function, args, kwargs)
+
+    def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a checkpoint, which the backward runs when the step has ended."""
+
+        def run(*args: object, **kwargs: object) -> Any:
+            if self._is_running:
+                return function(*args, **kwargs)
+            self._interpreter.forget()
+            with self._modes():
+                return function(*args, **kwargs)
+
+        return run
+
+    def _sliced(self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a block, with its first activation cut, if that is whole."""
+        if not self._is_running:
+            return args, kwargs
+        self._interpreter.forget()
+        values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if any(isinstance(value, ShardedTensor) for value in values):
+            return args, kwargs
+        first = next((value for value in values if self._is_sequence(value)), None)
+        if first is None:
+            self._seen.setdefault(fqn, [str(tuple(value.shape)) for value in values])
+            return args, kwargs
+        self._has_cut = True
+        with DisableTorchFunction():
+            cut = self._cut(first)
+        return tree_map(lambda value: cut if value is first else value, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _is_sequence(self, value: Tensor) -> bool:
+        return value.is_floating_point() and value.dim() == 3 and value.shape[SEQUENCE_DIM] >= self._axis.size
+
+    def _cut(self, tensor: Tensor) -> ShardedTensor:
+        length = tensor.shape[SEQUENCE_DIM]
+        known = self._interpreter.sequences
+        self._interpreter.sequences = Sequences(lengths=known.lengths | {length}, batch=tensor.shape[0])
+        at = chunked(SEQUENCE_DIM, length, self._axis.size)
+        own = redistribute(tensor, self._axis, REPLICATE, at)
+        return ShardedTensor(own if tensor.requires_grad else own.clone(), self._axis, at)
+
+    def _whole(self, leaf: Any) -> Any:
+        return self._interpreter.whole(leaf) if isinstance(leaf, ShardedTensor) else leaf
+
+    def _keep_whole(self, attributes: dict[str, Any]) -> None:
+        for name, value in attributes.items():
+            if name not in TORCH_ATTRIBUTES and holds_sharded_tensor(value):
+                attributes[name] = tree_map(self._whole, value)
+
