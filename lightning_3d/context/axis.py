@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.model.block_runner import is_own
 from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.torch_internals.autograd import function_of
 
 
 class ContextAxis(MeshAxis):
@@ -58,7 +60,8 @@ class _WithGradientTimes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return tensor.view_as(tensor)
+        # `data`, as user code may change a result in place, which autograd refuses for a view made here.
+        return tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) else tensor.data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -66,12 +69,14 @@ class _WithGradientTimes(torch.autograd.Function):
 
 
 def comes_of_weights(tensor: Tensor) -> bool:
-    """Whether nothing but parameters is in the graph of a tensor, as of a transposed or normalised weight."""
+    """Whether a tensor was made of nothing but parameters, alike on all ranks, as a transposed weight is."""
     waiting, count = [tensor.grad_fn], 0
     while waiting and count <= _MAX_NODES:
         node, count = waiting.pop(), count + 1
         if node is None:
             continue
+        if (function := function_of(node)) is not None and is_own(function.__module__):  # it may have communicated
+            return False
         if node.name() == "torch::autograd::AccumulateGrad":
             if not isinstance(node.variable, nn.Parameter):  # type: ignore[attr-defined]
                 return False

@@ -7,6 +7,7 @@ alike counts as it is.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_3d.context.axis import ContextAxis, comes_of_weights, with_gradie
 from lightning_3d.context.choice import Sequences, Target, cheapest
 from lightning_3d.context.rows import MOVES, Moved, as_move
 from lightning_3d.context.rules import RULES as OWN_RULES
+from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.interpret import ByTensor, Interpreter
@@ -29,12 +31,23 @@ from lightning_3d.sharding.placement import (
     Sharded,
 )
 from lightning_3d.sharding.rules.call import InputPlacement, LocalCall, TorchCall
-from lightning_3d.sharding.rules.function import MEMORY, ON_WHOLE, Function, map_tensors
+from lightning_3d.sharding.rules.function import MEMORY, ON_WHOLE, Function, map_tensors, tensors_in
 from lightning_3d.sharding.rules.generic import generic
 from lightning_3d.sharding.rules.table import RULES
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.fsdp import is_hook_of_fsdp, passes_tensors_on
+from lightning_3d.torch_internals.tensors import version_of
+
+
+VIEWS = frozenset(
+    {
+        *("__getitem__", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "diagonal"),
+        *("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "unfold"),
+        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "T", "mT", "detach", "as_strided"),
+    }
+)
+"""Names of calls that give views, if no tensor is among the indices."""
 
 
 class ContextInterpreter(Interpreter):
@@ -55,6 +68,18 @@ class ContextInterpreter(Interpreter):
         self._moves: dict[tuple[Any, ...], Moved | None] = {}
         self._gathered: ByTensor[Tensor] = ByTensor()  # by slice
         self._parts_read: dict[int, Tensor] = {}  # gathered tensors by id, of which each rank reads a part
+        self._copies: list[tuple[weakref.ref[Tensor], int, str]] = []  # in place of views: version, and the call
+
+    def check_copies(self) -> None:
+        """Raise where a step has changed in place what is a view in one process, and here has memory of its own."""
+        copies, self._copies = self._copies, []
+        for reference, version, name in copies:
+            if (tensor := reference()) is not None and version_of(tensor) != version:
+                raise PlanError(
+                    f"a result of {name}, a view of a tensor {tuple(tensor.shape)} that is cut along its sequence, was"
+                    " changed in place, which would leave that tensor as it was. Make a new tensor in place of it, or"
+                    f" {self.remedy}."
+                )
 
     def forget(self) -> None:
         """Let go of tensors that were gathered, as where a block begins."""
@@ -70,13 +95,30 @@ class ContextInterpreter(Interpreter):
             return self._in_place(call)
         for rule in OWN_RULES.get(call.name, ()):
             if call.name in MOVES | {"select"} and (local := rule(call, self.axis)) is not None:
-                return self.execute(call, local)
-        if call.name in MOVES and (move := self._known(self._moves, call, self._move)) is not None:
-            return move.carry_out(call, self.axis, lambda tensor: self.read_by_each(tensor, []))
+                return self._noted(call, self.execute(call, local))
+        if call.name in MOVES and (move := self._moved_rows(call)) is not None:
+            return self._noted(call, move.carry_out(call, self.axis, lambda tensor: self.read_by_each(tensor, [])))
         ready = self._ready(call)
-        return self.execute(call, self._on_whole(call)) if ready is None else self.execute(*ready)
+        if ready is None:
+            return self._noted(call, self.execute(call, self._on_whole(call)))
+        result = self.execute(*ready)
+        return result if ready[0] is call else self._noted(call, result)
 
-    def _move(self, call: TorchCall) -> Moved | None:
+    def _noted(self, call: TorchCall, result: Any) -> Any:
+        """A result that has memory of its own, noted where one process has a view."""
+        if call.name in VIEWS and len(call.tensors) == 1:
+            for made in tensors_in(result):
+                own = made.local if isinstance(made, ShardedTensor) else made
+                self._copies.append((weakref.ref(own), version_of(own), call.name))
+        return result
+
+    def _moved_rows(self, call: TorchCall) -> Moved | None:
+        """The rows that a call moves, where it does no more than that and is not local."""
+        if all(isinstance(tensor, ShardedTensor) or tensor.is_floating_point() for tensor in call.tensors):
+            return self._known(self._moves, call, self._as_move)  # type: ignore[no-any-return]
+        return self._as_move(call)  # the values of an index decide
+
+    def _as_move(self, call: TorchCall) -> Moved | None:
         return as_move(call) if self._local(call) is None else None
 
     def _ready(self, call: TorchCall, fixed: Tensor | None = None) -> tuple[TorchCall, LocalCall] | None:

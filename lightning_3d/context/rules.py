@@ -30,13 +30,15 @@ def take_one_row(call: TorchCall, axis: Axis) -> LocalCall | None:
     bounds = at.bounds(length, axis.size)
     owner = next(rank for rank in range(axis.size) if bounds[rank] <= row < bounds[rank + 1])
     is_here = owner == axis.rank
-    index[at.dim] = row - bounds[owner]
-    shape = [n for n, taken in zip(tensor.shape, index, strict=True) if type(taken) is not int]
-    if any(type(taken) is slice and taken != slice(None) for taken in index):
-        return None
 
     def run(own: Tensor) -> Tensor:
-        return own[tuple(index)] * 1 if is_here else own.new_zeros(shape).requires_grad_(own.requires_grad)
+        if not own.shape[at.dim]:
+            own = own.sum(at.dim, keepdim=True)
+        index[at.dim] = row - bounds[owner] if is_here else 0
+        taken = own[tuple(index)]
+        # Not by a product with 0, as rows may hold infinities; and not new zeros, as the backwards of all ranks have to
+        # reach the same collectives.
+        return taken * 1 if is_here else taken.where(torch.zeros_like(taken, dtype=torch.bool), 0)
 
     return LocalCall(tensors=(tensor,), input_placements=(at,), run=run, result=PARTIAL)
 

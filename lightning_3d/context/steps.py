@@ -61,6 +61,7 @@ class ContextSteps:
         self._has_cut = False
         with self._modes():
             output = step()
+        self._interpreter.check_copies()
         with DisableTorchFunction():
             output = tree_map(self._whole, output)
             for module in self._module.modules():
@@ -121,7 +122,8 @@ class ContextSteps:
         self._has_cut = True
         with DisableTorchFunction():
             cut = self._cut(first)
-        return tree_map(lambda value: cut if value is first else value, (args, kwargs))  # type: ignore[no-any-return]
+        given = tuple(cut if value is first else value for value in args)
+        return given, {name: cut if value is first else value for name, value in kwargs.items()}
 
     def _is_sequence(self, value: Tensor) -> bool:
         return value.is_floating_point() and value.dim() == 3 and value.shape[SEQUENCE_DIM] >= self._axis.size

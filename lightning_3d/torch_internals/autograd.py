@@ -113,6 +113,12 @@ def reachable_nodes(outputs: Iterable[Tensor | GradientEdge | None]) -> set[Node
     return nodes
 
 
+def function_of(node: Node) -> type[torch.autograd.Function] | None:
+    """The autograd function written in Python whose application a node is, if it is one."""
+    found: type[torch.autograd.Function] | None = getattr(node, "_forward_cls", None)
+    return found
+
+
 def next_node_number() -> int:
     """The number that the next node of the graph gets that this thread makes; they ascend."""
     return _get_sequence_nr()
