@@ -8,7 +8,7 @@ alike counts as it is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -57,6 +57,8 @@ class ContextInterpreter(Interpreter):
         axis: The axis that sequences are cut over.
     """
 
+    shards_weights = False
+
     remedy = "use context_parallel_size=1"
 
     axis: ContextAxis
@@ -91,6 +93,10 @@ class ContextInterpreter(Interpreter):
             return self.run_plain(call)
         if call.name == "register_hook" and is_hook_of_fsdp(call.args[1]):  # it asks when a gradient comes
             return call.first.own().register_hook(*call.args[1:])
+        if call.name == "is_contiguous":  # code goes by it, and a slice lies as the whole does
+            return call.run(*(tensor.own() if isinstance(tensor, ShardedTensor) else tensor for tensor in call.tensors))
+        if call.function is torch.autograd.grad:
+            return self._gradients(*call.args, **call.kwargs)
         if call.destination is not None or call.name == "__setitem__":
             return self._in_place(call)
         for rule in OWN_RULES.get(call.name, ()):
@@ -205,6 +211,23 @@ class ContextInterpreter(Interpreter):
         changed.follow_local()
         return changed
 
+    def _gradients(
+        self, outputs: Any, inputs: Any, grad_outputs: Any = None, create_graph: bool = False, **options: Any
+    ) -> tuple[Tensor | None, ...]:
+        """``torch.autograd.grad``, which all ranks call: of slices a rank gets its slice of the gradient."""
+        sources = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        if any(not isinstance(source, ShardedTensor) and _is_of_weights(source) for source in sources):
+            raise PlanError(
+                "torch.autograd.grad of weights inside of a step would give each rank the gradient of its own slices of"
+                f" sequences alone. Let the backward of the step make it, or {self.remedy}."
+            )
+        own = _own((outputs, sources, grad_outputs))
+        with DisableTorchFunction():
+            found = torch.autograd.grad(*own, create_graph=create_graph, **options)
+        return self._wrapped(
+            found, (placement_of(source) if gradient is not None else None for gradient, source in zip(found, sources, strict=True))
+        )
+
     @override
     def read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
         if isinstance(tensor, ShardedTensor):
@@ -248,18 +271,48 @@ class ContextInterpreter(Interpreter):
             call = TorchCall(function, cls.__name__, args, kwargs)
             return self.execute(call, self._on_whole(call))
 
+    def on_reentrant_checkpoint(
+        self, apply: Function, run: Callable[..., Any], preserves_rng: bool, *args: Any
+    ) -> Any:
+        """Apply a checkpoint that is an autograd function, which knows local tensors alone.
+
+        Args:
+            apply: Applies it.
+            run: What it runs, in the forward and again in the backward.
+        """
+        given: list[Any] = [placement_of(arg) for arg in args]
+        made: list[Any] = []
+
+        def on_local(*local: Any) -> Any:
+            output = run(*self._wrapped(local, given))
+            made[:] = map(placement_of, output if isinstance(output, tuple) else (output,))
+            with DisableTorchFunction():
+                return _own(output)
+
+        with DisableTorchFunction():
+            own = _own(args)
+        found = apply(on_local, preserves_rng, *own)
+        if isinstance(found, tuple):
+            return self._wrapped(found, made)
+        return self._wrapped((found,), made)[0]
+
+    def _wrapped(self, local: Iterable[Any], placements: Iterable[Sharded | None]) -> tuple[Any, ...]:
+        with DisableTorchFunction():
+            pairs = zip(local, placements, strict=True)
+            return tuple(own if at is None else ShardedTensor(own, self.axis, at) for own, at in pairs)
+
     def _passed_on(self, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a function of FSDP2 gives for its last arguments: the same tensors, with its backward behind them."""
-        own = function(*(arg.own() if isinstance(arg, ShardedTensor) else arg for arg in args))
-        pairs = zip(own, args[-len(own) :], strict=True)
-        return tuple(
-            ShardedTensor(made, self.axis, arg.placement) if isinstance(arg, ShardedTensor) else made
-            for made, arg in pairs
-        )
+        own = function(*_own(args))
+        return self._wrapped(own, map(placement_of, args[-len(own) :]))
 
 
 class _Shown(tuple[object, ...]):
     """Stands for a tensor where a call is described."""
+
+
+def _own(value: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.own() if isinstance(tensor, ShardedTensor) else tensor, value)
 
 
 def _is_of_weights(tensor: Tensor) -> bool:

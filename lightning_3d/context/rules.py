@@ -87,8 +87,23 @@ def attend_own_queries(call: TorchCall, axis: Axis) -> LocalCall | None:
     return LocalCall(tensors=tensors, input_placements=placements, run=run, result=at)
 
 
+def set_where(call: TorchCall, axis: Axis) -> LocalCall | None:
+    """``x[mask] = value`` with one value for all: each rank goes by its part of the mask."""
+    tensor, mask, value = call.args if len(call.args) == 3 else (None, None, None)
+    if not isinstance(tensor, ShardedTensor) or not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return None
+    at = tensor.placement
+    if mask.dim() <= at.dim or (isinstance(value, Tensor) and (value.dim() or isinstance(value, ShardedTensor))):
+        return None
+    placements: tuple[Placement, ...] = (at, at)
+    if isinstance(value, Tensor):
+        placements = (*placements, REPLICATE_PARTIAL_GRAD)
+    return LocalCall(tensors=call.tensors, input_placements=placements, run=call.run)
+
+
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "__getitem__": (take_one_row,),
+    "__setitem__": (set_where,),
     "select": (take_one_row,),
     "scaled_dot_product_attention": (attend_own_queries,),
 }

@@ -92,7 +92,7 @@ class ContextSteps:
 
     def _on_custom_function(self, cls: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if is_reentrant(cls):
-            args = (self._again(args[0]), *args[1:])
+            return self._interpreter.on_reentrant_checkpoint(function, self._again(args[0]), *args[1:], **kwargs)
         return self._interpreter.on_custom_function(cls, function, args, kwargs)
 
     def _again(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -63,6 +63,9 @@ class Interpreter(TorchFunctionMode):
     sees_all = False
     """Whether calls are answered that have no sharded tensor among their arguments, too."""
 
+    shards_weights: ClassVar[bool] = True
+    """Whether weights are sharded, too."""
+
     kinds: ClassVar[tuple[type[Tensor], ...]] = (ShardedTensor,)
     """Classes of the tensors of which a rank has a part."""
 
@@ -80,7 +83,7 @@ class Interpreter(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == SET_DATA and isinstance(args[0], nn.Parameter):
+        if self.shards_weights and func == SET_DATA and isinstance(args[0], nn.Parameter):
             raise PlanError("parameter.data = ... inside of a block would change this forward's shard alone: use copy_")
         if not (self.sees_all or self._holds(args) or (kwargs and self._holds(kwargs.values()))):
             if self._data_dependent_routing and function_name(func) in DECIDES:
