@@ -47,30 +47,33 @@ class Turns(L.Callback):
         self.seconds: list[tuple[float, float, float]] = []
         self.num_sent = 0
         self._start = self._ours = 0.0
+        self._group: dist.ProcessGroup | None = None  # of all ranks, as the default one has this replica's rank alone
 
-    def on_train_start(self, *args: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        assert isinstance(trainer.strategy, ThreeDStrategy)
+        self._group = trainer.strategy.mesh.group("pp")
         self.plain = GPT(VOCABULARY, WIDTH, NUM_LAYERS)  # not before: copies of the model are made parallel with it
 
     def on_train_batch_start(self, *args: Any) -> None:
-        dist.barrier()
+        dist.barrier(group=self._group)
         self._start = time.perf_counter()
 
     def on_before_optimizer_step(self, *args: Any) -> None:
-        dist.barrier()
+        dist.barrier(group=self._group)
         self._ours = time.perf_counter() - self._start
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self.plain is not None
-        dist.barrier()
+        dist.barrier(group=self._group)
         start = time.perf_counter()
-        if dist.get_rank() == 0:
+        if trainer.global_rank == 0:
             self.plain.training_step(batch, batch_idx).backward()
             self.plain.zero_grad()
-        dist.barrier()
+        dist.barrier(group=self._group)
         alone, start = time.perf_counter() - start, time.perf_counter()
         for i, size in enumerate(MESSAGES):
-            dist.broadcast(torch.empty(size), i % 2)
-        dist.barrier()
+            dist.broadcast(torch.empty(size), i % 2, group=self._group)
+        dist.barrier(group=self._group)
         self.seconds.append((self._ours, alone, time.perf_counter() - start))
 
     @contextmanager

@@ -51,7 +51,8 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         pipeline_parallel_size: Number of pipeline stages.
         data_parallel_size: Number of model replicas; ``"auto"`` fills the world size.
         tensor_parallel_size: Ranks that share each block's weights.
-        context_parallel_size: Ranks that share each sequence; more than 1 is planned, and not run yet.
+        context_parallel_size: Ranks that share each sequence. With data parallel and every stage of ZeRO, not yet with
+            pipelines or tensor parallel.
         zero: A ``ZeroConfig`` or a dict of its keys.
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.
@@ -216,7 +217,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         self._precision_plugin = ThreeDPrecision.translate(self.precision_plugin)
         set_world_ranks(self, self.num_nodes * num_processes)
         # Raises before any process is started.
-        refuse_unbuilt(resolve_mesh_shape(self.config, self.num_nodes * num_processes))
+        refuse_unbuilt(self.config, resolve_mesh_shape(self.config, self.num_nodes * num_processes))
         refuse_offload(self.config.activations, device)
         is_on_one_gpu = num_processes == 1 and device.type != "cpu"  # which may be in use already
         if is_forked(self.cluster_environment, self._processes.start_method) and not is_on_one_gpu:

@@ -156,7 +156,8 @@ class KeptResults(CollectiveMode):
 
     def end(self, output: Any) -> None:
         """Keep nothing that a block returns, which its caller may change: the last operators are computed again."""
-        returned = {_storage(leaf) for leaf in tree_leaves(output) if type(leaf) is Tensor}
+        parts = (getattr(leaf, "local", leaf) for leaf in tree_leaves(output))  # of a sharded tensor this rank's part
+        returned = {_storage(part) for part in parts if type(part) is Tensor}
         for call in {call for storage in returned for call in self._by_storage.get(storage, ())}:
             del self._kept[call]
             if call in self._products:

@@ -24,7 +24,9 @@ class ContextAxis(MeshAxis):
         return came
 
 
-def exchanged_rows(local: Tensor, axis: ContextAxis, dim: int, sends: Sequence[Tensor], received: Sequence[int]) -> Tensor:
+def exchanged_rows(
+    local: Tensor, axis: ContextAxis, dim: int, sends: Sequence[Tensor], received: Sequence[int]
+) -> Tensor:
     """The rows along a dim that this rank gets from all.
 
     Args:

@@ -118,9 +118,7 @@ def _trial(call: TorchCall, targets: Sequence[Target], axis: Axis) -> TorchCall:
             return blank.expand(tensor.shape)
         assert isinstance(target, Shard)
         lengths = target.lengths or (tensor.shape[target.dim] // axis.size,) * axis.size
-        return ShardedTensor(
-            blank.expand(with_length(tensor.shape, target.dim, lengths[axis.rank])), axis, target
-        )
+        return ShardedTensor(blank.expand(with_length(tensor.shape, target.dim, lengths[axis.rank])), axis, target)
 
     return call.mapped(stand_in)
 
@@ -132,5 +130,3 @@ def _result_bytes(call: TorchCall) -> int:
         return sum(tensor.nbytes for tensor in tensors_in(made.function(*made.args, **made.kwargs)))
     except Exception:  # code of any function
         return max(tensor.numel() * tensor.element_size() for tensor in call.tensors)
-
-

@@ -35,19 +35,56 @@ from lightning_3d.sharding.rules.function import MEMORY, ON_WHOLE, Function, map
 from lightning_3d.sharding.rules.generic import generic
 from lightning_3d.sharding.rules.table import RULES
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
-from lightning_3d.torch_internals.dispatch import DisableTorchFunction
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction, no_dispatch_modes
 from lightning_3d.torch_internals.fsdp import is_hook_of_fsdp, passes_tensors_on
 from lightning_3d.torch_internals.tensors import version_of
 
 
 VIEWS = frozenset(
     {
-        *("__getitem__", "narrow", "select", "split", "split_with_sizes", "chunk", "tensor_split", "unbind", "diagonal"),
-        *("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as", "unfold"),
-        *("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "T", "mT", "detach", "as_strided"),
+        *(
+            "__getitem__",
+            "narrow",
+            "select",
+            "split",
+            "split_with_sizes",
+            "chunk",
+            "tensor_split",
+            "unbind",
+            "diagonal",
+        ),
+        *(
+            "view",
+            "view_as",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "expand",
+            "expand_as",
+            "unfold",
+        ),
+        *(
+            "transpose",
+            "swapaxes",
+            "swapdims",
+            "permute",
+            "movedim",
+            "moveaxis",
+            "t",
+            "T",
+            "mT",
+            "detach",
+            "as_strided",
+        ),
     }
 )
 """Names of calls that give views, if no tensor is among the indices."""
+
+
+_OF_MEMORY = frozenset({"is_contiguous", "is_inference", "_version"})
+"""What is asked of a slice, which lies in memory as the whole does."""
 
 
 class ContextInterpreter(Interpreter):
@@ -93,7 +130,7 @@ class ContextInterpreter(Interpreter):
             return self.run_plain(call)
         if call.name == "register_hook" and is_hook_of_fsdp(call.args[1]):  # it asks when a gradient comes
             return call.first.own().register_hook(*call.args[1:])
-        if call.name == "is_contiguous":  # code goes by it, and a slice lies as the whole does
+        if call.name in _OF_MEMORY:
             return call.run(*(tensor.own() if isinstance(tensor, ShardedTensor) else tensor for tensor in call.tensors))
         if call.function is torch.autograd.grad:
             return self._gradients(*call.args, **call.kwargs)
@@ -122,7 +159,8 @@ class ContextInterpreter(Interpreter):
         """The rows that a call moves, where it does no more than that and is not local."""
         if all(isinstance(tensor, ShardedTensor) or tensor.is_floating_point() for tensor in call.tensors):
             return self._known(self._moves, call, self._as_move)  # type: ignore[no-any-return]
-        return self._as_move(call)  # the values of an index decide
+        with no_dispatch_modes():
+            return self._as_move(call)  # the values of an index decide
 
     def _as_move(self, call: TorchCall) -> Moved | None:
         return as_move(call) if self._local(call) is None else None
@@ -164,7 +202,8 @@ class ContextInterpreter(Interpreter):
         )
         key = (call.function, repr(described), self.sequences)
         if key not in answers:
-            answers[key] = find(call)
+            with no_dispatch_modes():  # so that a recomputation, which finds an answer here, sees the same operators
+                answers[key] = find(call)
         return answers[key]
 
     def _local(self, call: TorchCall) -> LocalCall | None:
@@ -198,7 +237,7 @@ class ContextInterpreter(Interpreter):
         return LocalCall(tensors=call.tensors, input_placements=each, run=run)
 
     def _in_place(self, call: TorchCall) -> Any:
-        """A call that changes a tensor, which stays where it is; else all of it is changed, and this rank's slice taken."""
+        """A call that changes a tensor, which stays where it is; else all of it is changed, and a slice of that taken."""
         changed = call.first if call.name == "__setitem__" else call.destination
         if not isinstance(changed, ShardedTensor) or call.name == "requires_grad_":
             return super().dispatch(call)
@@ -223,9 +262,13 @@ class ContextInterpreter(Interpreter):
             )
         own = _own((outputs, sources, grad_outputs))
         with DisableTorchFunction():
-            found = torch.autograd.grad(*own, create_graph=create_graph, **options)
+            found: Any = torch.autograd.grad(*own, create_graph=create_graph, **options)  # type: ignore[call-overload]
         return self._wrapped(
-            found, (placement_of(source) if gradient is not None else None for gradient, source in zip(found, sources, strict=True))
+            found,
+            (
+                placement_of(source) if gradient is not None else None
+                for gradient, source in zip(found, sources, strict=True)
+            ),
         )
 
     @override
@@ -271,9 +314,7 @@ class ContextInterpreter(Interpreter):
             call = TorchCall(function, cls.__name__, args, kwargs)
             return self.execute(call, self._on_whole(call))
 
-    def on_reentrant_checkpoint(
-        self, apply: Function, run: Callable[..., Any], preserves_rng: bool, *args: Any
-    ) -> Any:
+    def on_reentrant_checkpoint(self, apply: Function, run: Callable[..., Any], preserves_rng: bool, *args: Any) -> Any:
         """Apply a checkpoint that is an autograd function, which knows local tensors alone.
 
         Args:

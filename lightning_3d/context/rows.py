@@ -163,7 +163,9 @@ def _numbered(call: TorchCall, sources: Sequence[_Source], dim: int, inner: Sequ
         made = call.mapped(numbers)
         result = made.function(*made.args, **made.kwargs, **kwargs)
         position = iter(range(len(call.tensors)))
-        meta = call.mapped(lambda tensor: torch.empty(tensor.shape, device="meta") if next(position) in starts else tensor)
+        meta = call.mapped(
+            lambda tensor: torch.empty(tensor.shape, device="meta") if next(position) in starts else tensor
+        )
         shapes = [tensor.shape for tensor in tensors_in(meta.function(*meta.args, **meta.kwargs))]
     except Exception:  # code of any function, on other shapes
         return None
@@ -183,5 +185,3 @@ def _rows_of(result: Tensor, dim: int, inner: Sequence[int]) -> Tensor | None:
         return None
     first = result.movedim(dim, 0).reshape(result.shape[dim], -1)[:, 0]
     return torch.where(first < 0, _ZEROS, first // count)
-
-

@@ -68,7 +68,9 @@ class ContextSteps:
                 self._keep_whole(vars(module))
         self._interpreter.forget()
         if not self._has_cut:
-            got = "; ".join(f"{fqn}: {', '.join(shapes)}" for fqn, shapes in self._seen.items()) or "no block was called"
+            got = (
+                "; ".join(f"{fqn}: {', '.join(shapes)}" for fqn, shapes in self._seen.items()) or "no block was called"
+            )
             raise PlanError(
                 f"context_parallel_size={self._axis.size} found no sequence to cut: no block got an activation of shape"
                 f" (batch, sequence, features) with at least {self._axis.size} tokens ({got}). Use"
@@ -107,7 +109,9 @@ class ContextSteps:
 
         return run
 
-    def _sliced(self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _sliced(
+        self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a block, with its first activation cut, if that is whole."""
         if not self._is_running:
             return args, kwargs
@@ -143,4 +147,3 @@ class ContextSteps:
         for name, value in attributes.items():
             if name not in TORCH_ATTRIBUTES and holds_sharded_tensor(value):
                 attributes[name] = tree_map(self._whole, value)
-

@@ -29,7 +29,6 @@ class AxisRow:
     label: str
     """As layouts are written: ``pipeline 2 x data 4``."""
     cuts: Literal["layers", "samples", "sequence", "features"]
-    is_built: bool = True
 
     @property
     def cuts_model(self) -> bool:

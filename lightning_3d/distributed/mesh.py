@@ -70,8 +70,8 @@ class MeshShape:
 
     @property
     def text(self) -> str:
-        """Such as ``pipeline 2 x data 1 x tensor 4``: the axes that are built, and others that have several ranks."""
-        shown = [axis for axis in AXES if axis.is_built or self.sizes[axis.name] > 1]
+        """Such as ``pipeline 2 x data 1 x tensor 4``; context where it has several ranks."""
+        shown = [axis for axis in AXES if axis.cuts != "sequence" or self.sizes[axis.name] > 1]
         return " x ".join(f"{axis.label} {self.sizes[axis.name]}" for axis in shown)
 
     @property
@@ -258,15 +258,21 @@ def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
     return shape
 
 
-def refuse_unbuilt(shape: MeshShape) -> None:
-    """Refuse to run along an axis that can be planned alone.
+def refuse_unbuilt(config: ThreeDConfig, shape: MeshShape) -> None:
+    """Refuse to run what can be planned alone: context parallel within parts of a model, and compiled.
 
     Raises:
-        ConfigError: Such an axis has several ranks.
+        ConfigError: That is asked for.
     """
-    for axis in AXES:
-        if not axis.is_built and (size := shape.sizes[axis.name]) > 1:
-            raise ConfigError(f"{axis.setting}={size}: {axis.label} parallel is not built yet, only planned; use 1")
+    if shape.cp == 1:
+        return
+    others = [f"{axis.setting}={size}" for axis in AXES if axis.cuts_model and (size := shape.sizes[axis.name]) > 1]
+    others += ["compile.enabled=True"] if config.compile.enabled else []
+    if others:
+        raise ConfigError(
+            f"context_parallel_size={shape.cp} goes with data parallel and every stage of ZeRO, and not yet with"
+            f" {' or '.join(others)}: leave out one of them"
+        )
 
 
 def warn_of_slow_groups(shape: MeshShape, ranks_per_node: int) -> None:

@@ -343,7 +343,16 @@ class BlockRunner:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
-        steps = ("route", "recomputed", "recomputed_eagerly", "offloaded", "lazy", "deferred", "sliced", "_forward_wrapper")
+        steps = (
+            "route",
+            "recomputed",
+            "recomputed_eagerly",
+            "offloaded",
+            "lazy",
+            "deferred",
+            "sliced",
+            "_forward_wrapper",
+        )
         own = dict.fromkeys((*steps, "compiled"))
         return {**vars(self), **own, "_hidden": hidden}
 

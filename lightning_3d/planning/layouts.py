@@ -108,7 +108,9 @@ def _shapes(config: ThreeDConfig, world_size: int) -> Iterator[MeshShape]:
     of_batch = [axis for axis in AXES if axis.has_one_batch]
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     given = [getattr(config, axis.setting) for axis in of_batch]
-    free = [divisors if size == 1 and axis.is_built else [size] for axis, size in zip(of_batch, given, strict=True)]
+    # Sequences are cut where that is asked for: the memory of their activations is not divided in the model of a step.
+    is_free = [size == 1 and axis.cuts != "sequence" for axis, size in zip(of_batch, given, strict=True)]
+    free = [divisors if chosen else [size] for chosen, size in zip(is_free, given, strict=True)]
     for sizes in product(*free):
         dp, rest = divmod(world_size, prod(sizes))
         if rest == 0 and config.data_parallel_size in ("auto", dp):

@@ -188,7 +188,9 @@ def _problems_of_model(module: LightningModule, config: ThreeDConfig, shape: Mes
                 f" compared between ranks, before the step. Let it take the batch: def {step}(self, batch, batch_idx),"
                 " or use size 1 for both."
             )
-    for fqn, parameter in parameters if shape.is_model_parallel or config.zero.is_fully_sharded(shape.size("state")) else ():
+    for fqn, parameter in (
+        parameters if shape.is_model_parallel or config.zero.is_fully_sharded(shape.size("state")) else ()
+    ):
         if has_gradient_hooks(parameter):
             yield (
                 f"{fqn} has gradient hooks, which would be lost: shards take the place of parameters. Change gradients"
