@@ -28,6 +28,7 @@ ROOMS = (
     "sharding",
     "trace",
     "tensor",
+    "context",
     "compile",
     "memory",
     "planning",

@@ -78,13 +78,17 @@ def attend_own_queries(call: TorchCall, axis: Axis) -> LocalCall | None:
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         if attention.is_causal:  # aligned to the upper left, as torch has it: later keys are not read at all
             key, value = key[..., :last, :], value[..., :last, :]
-            rows = torch.arange(first, last, device=query.device)
-            mask = rows[:, None] >= torch.arange(key.shape[-2], device=query.device)
+            mask = _causal(first, last, query.device)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=attention.scale, enable_gqa=attention.enable_gqa
         )
 
     return LocalCall(tensors=tensors, input_placements=placements, run=run, result=at)
+
+
+def _causal(first: int, last: int, device: torch.device) -> Tensor:
+    """Which keys before `last` the queries from `first` on read."""
+    return torch.arange(first, last, device=device)[:, None] >= torch.arange(last, device=device)
 
 
 def set_where(call: TorchCall, axis: Axis) -> LocalCall | None:

@@ -24,7 +24,7 @@ from typing import Any
 from tests.hugging_face import HuggingFace
 from tests.law.habits import HABITS
 from tests.law.layouts import LAYOUTS, OTHERS, family
-from tests.law.models import MODELS
+from tests.law.models import MODELS, WITHOUT_SEQUENCES
 from tests.law.models.row import Model
 from tests.law.settings import SETTINGS, Setting
 from tests.parity import Job, Layout
@@ -121,11 +121,21 @@ def _is_allowed(model_name: str, layout_name: str, setting_name: str) -> bool:
         return False
     if any(at.dp > 1 for at in layouts) and model.traits:
         return False
+    if any(at.cp > 1 for at in layouts) and not _has_slices(model_name, setting):
+        return False
     if any(at.pp > 2 for at in layouts) and "batch statistics" in model.traits:
         return False
     if any(at.pp > 1 for at in layouts) and "draws" in model.traits:
         return False
     return all(setting.suits(model, at) for at in layouts)
+
+
+def _has_slices(model_name: str, setting: Setting) -> bool:
+    """Whether its sequences can be cut over ranks."""
+    is_compiled = "compile_backend" in setting.layout
+    couples = MODELS[model_name].traits - {"couples samples", "uneven batches", "draws"}
+    is_refused = model_name in (*WITHOUT_SEQUENCES, "collected")  # which changes views in place
+    return not (is_compiled or couples or is_refused)
 
 
 def _layouts(name: str, setting: Setting) -> list[Layout]:
@@ -191,6 +201,14 @@ PINNED = (
     Case("mlp", "dp2-zero2", "unseen", "changes-optimizers"),  # gradients that no optimizer had stay in parts
     Case("paths", "dp2-zero1", "small-buckets"),
     *(Case("functions", "dp2-zero3", *names) for names in (("bf16", "manual"), ("offloaded", "adversaries"))),
+    *(Case(model, "cp2") for model in ("drops", "mixtral-grouped", "odd-gpt", "transposing", "ctc-mean", "whisper")),
+    Case("gpt", "cp2", "resumed", "metrics"),
+    Case("llama", "cp2", "bf16"),
+    Case("mixtral", "cp2", "selective", "hooks"),
+    Case("t5", "cp2-zero3", "recomputed", "by-hand"),
+    Case("vit", "cp2", "clipped", "ema"),
+    Case("gpt-oss", "cp4"),
+    Case("gpt", "dp2-cp2-zero3", "folder", "metrics"),
     Case("odd-gpt", "pp2-tp2", "sequence-recomputed"),  # checkpoints inside of blocks save slices
 )
 """Cases that are run though others cover their pairs."""
@@ -202,6 +220,8 @@ Pair = tuple[str, str, str, str]
 def pairs(case: Case) -> list[Pair]:
     """What a case covers, see [Note: the cover]."""
     layout = LAYOUTS[case.layout]
+    if layout.cp > 1:  # those that are pinned, and those of `make test-matrix`
+        return []
     place = "more ranks" if layout.world_size > 2 else case.layout
     if layout.dp == 2 == layout.world_size and layout.zero < 3:
         place = "plain parameters"

@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.context import interpreter, rules
 from lightning_3d.errors import TraceError
 from lightning_3d.pipeline.batch_loss import BatchLoss, LossReduction
 from lightning_3d.pipeline.effects import norms
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.sharding.axis import MeshAxis
+from lightning_3d.sharding.rules import losses
 from lightning_3d.zero import fully_sharded
 from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.gradients import Gradients
@@ -335,8 +337,32 @@ def _leave_open(patch: Patch) -> None:
     _after(patch, ThreeDStrategy, "teardown", lambda strategy: _opened.append(open(f"log{os.getpid()}", "w")))  # noqa: SIM115
 
 
+def _count_slices_once(patch: Patch) -> None:
+    patch.setattr(interpreter, "with_gradient_times", lambda tensor, factor: tensor)
+
+
+def _count_own_rows(patch: Patch) -> None:
+    count = losses._count
+    patch.setattr(losses, "_count", lambda rows, **call: count(rows, **call) // 2)
+
+
+def _shift_once_more(patch: Patch) -> None:
+    as_move = interpreter.as_move
+
+    def planted(call: Any) -> Any:
+        move = as_move(call)
+        return move and replace(move, wanted=tuple(torch.cat([rows[1:], rows[-1:]]) for rows in move.wanted))
+
+    patch.setattr(interpreter, "as_move", planted)
+
+
+def _mask_as_first_rank(patch: Patch) -> None:
+    causal = rules._causal
+    patch.setattr(rules, "_causal", lambda first, last, device: causal(0, last, device)[: last - first])
+
+
 SAVING = ("pp2", "tp2", "dp2-zero1", "dp2-zero3")
-EVERY = ("pp2", "tp2", "dp2-zero0", "dp2-zero1", "dp2-zero2", "dp2-zero3", "pp2-dp2-zero3")
+EVERY = ("pp2", "tp2", "dp2-zero0", "dp2-zero1", "dp2-zero2", "dp2-zero3", "pp2-dp2-zero3", "cp2")
 REPLICAS = ("dp2-zero0", "dp2-zero1", "dp2-zero2", "dp2-zero3", "pp2-dp2-zero2")
 
 DEFECTS = {
@@ -390,6 +416,12 @@ DEFECTS = {
     "log of one rank": Defect(plant=_log_alone, shows="logged in", layouts=("dp2-zero0", "dp2-zero3", "pp2-dp2-zero2")),
     "hook called twice": Defect(plant=_hook_again, shows="noted", layouts=SAVING, habit="hooks"),
     "warning": Defect(plant=_warn, shows="warned: there is something odd", layouts=("pp2", "tp2", "dp2-zero1")),
+    "gradients of slices averaged": Defect(plant=_count_slices_once, shows="gradient of", layouts=("cp2", "cp4")),
+    "mean over twice too few rows": Defect(plant=_count_own_rows, shows="gradient of", layouts=("cp2",), model="llama"),
+    "shift off by one": Defect(plant=_shift_once_more, shows="gradient of", layouts=("cp2",), model="shifted-loss"),
+    "mask of another slice": Defect(
+        plant=_mask_as_first_rank, shows="gradient of", layouts=("cp4",), model="llama-one-kv-head"
+    ),
     "left patched": Defect(plant=_leave_patched, shows="torch.cos", layouts=("pp2", "tp2", "dp2-zero1")),
     "left open": Defect(plant=_leave_open, shows="open: ", layouts=("pp2", "tp2", "dp2-zero1")),
 }

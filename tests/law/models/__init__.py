@@ -29,4 +29,15 @@ from tests.law.models.row import Model
 _ROOMS = (by_hand, transformers, losses, programs, blocks, stages, transformer_losses, glue)
 _LATER = (inline, heads, diffusion, tensor, replicas, weights, keeping)
 
+WITHOUT_SEQUENCES = frozenset(
+    (
+        "albert balanced bookkeeping carrying changed-arguments changing convnext convolutions deep-q diffusers-unet "
+        "efficientnet few-steps formats frozen-stages graphs habits heat-equation kept-products kept-tables lora mixup "
+        "mlp norms odd-blocks odd-parameters parameterless paths penalised penalties proximal-policy quantised reading "
+        "recomputed-stages referring resnet reversible run-again segformer self-changing teachers teachers-elsewhere "
+        "unet"
+    ).split()
+)
+"""Models no block of which gets (batch, sequence, features), as images and vectors are none."""
+
 MODELS: dict[str, Model] = {name: row for room in (*_ROOMS, *_LATER) for name, row in room.MODELS.items()}
