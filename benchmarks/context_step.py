@@ -2,10 +2,10 @@
 
     python -m benchmarks.context_step [RANKS [LENGTH]]
 
-A Llama of `transformers` with random weights in fp32, 4 layers of width 256 and 8 heads, and one sequence of 4096 tokens
-on 2 ranks unless other numbers are given. The peak is what torch's allocator has handed out at once in a step, above weights, gradients and
-what the optimizer keeps. Time is CPU time of the slowest rank, as ranks share the cores of one machine. In theory both
-are 1 / RANKS; the bar for memory is 0.04 above that.
+A Llama of `transformers` with random weights in fp32, 4 layers of width 256 and 8 heads, and one sequence of 4096
+tokens on 2 ranks unless other numbers are given. The peak is what torch's allocator has handed out at once in a step,
+above weights, gradients and what the optimizer keeps. Time is CPU time of the slowest rank, as ranks share the cores of
+one machine. In theory both are 1 / RANKS; the bar for memory is 0.04 above that.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.axes import AXES, ROLES
 from lightning_3d.distributed.mesh import MeshShape, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.torch_internals.process_groups import num_gloo_threads, one_gloo_thread
 from tests.workers import WorkerPools
 
@@ -44,7 +42,7 @@ NEEDS = "pipeline 2 x context 1 x tensor 2 = 4"
         (
             {"zero": {"shard_size": 4}, "pipeline_parallel_size": 1, "tensor_parallel_size": 1},
             6,
-            "zero.shard_size=4 does not divide the 6 data-parallel ranks: use 2, 3, 6, or 'auto'",
+            "zero.shard_size=4 does not divide the 6 ranks that hold the same weights: use 2, 3, 6, or 'auto'",
         ),
     ],
 )
@@ -94,15 +92,6 @@ def test_groups_of_roles_with_context_parallel(workers: WorkerPools) -> None:
         {"state": [rank - rank % 2, rank - rank % 2 + 1], "samples": [rank], "replica": [0, 1, 2, 3]}
         for rank in range(4)
     ]
-
-
-def test_an_axis_that_is_not_built_is_planned_and_refused_by_a_fit() -> None:
-    config = ThreeDConfig(context_parallel_size=2, tensor_parallel_size=2)
-    shape = resolve_mesh_shape(config, 8)
-    assert shape.text == "pipeline 1 x data 2 x context 2 x tensor 2"
-    strategy = ThreeDStrategy(context_parallel_size=2)
-    with pytest.raises(ConfigError, match="context_parallel_size=2: context parallel is not built yet, only planned"):
-        L.Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
 
 
 def test_tensor_parallel_groups_across_nodes_warn() -> None:

@@ -1,5 +1,5 @@
 """Context parallel: a step runs on slices of its sequences, one a rank, whatever the model.
 
-The rooms: `steps` runs a user's step and cuts its sequences, `interpreter` answers its calls on slices, `choice` decides
-which operands of a call move where, `rows` sends single rows, `rules` has what is this axis' own.
+`steps` runs a user's step and cuts its sequences, `interpreter` answers its calls on slices, `choice` decides which
+operands of a call move where, `rows` sends single rows, and `rules` has what is this axis' own.
 """

@@ -46,7 +46,7 @@ _MAX_WAYS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sequences:
-    """What is known of the sequences of a step."""
+    """The sequences of a step."""
 
     lengths: frozenset[int]
     batch: int
@@ -85,7 +85,7 @@ def cheapest(
 
 
 def _options(tensor: Tensor, axis: Axis, sequences: Sequences, *, is_fixed: bool) -> list[tuple[float, Target]]:
-    """What it costs to move a tensor, in bytes, and where to; None: it stays."""
+    """Ways of a tensor: its cost in bytes, and where it goes; None: it stays."""
     options: list[tuple[float, Target]] = [(0.0, None)]
     if not isinstance(tensor, ShardedTensor) or is_fixed:
         return options

@@ -37,8 +37,7 @@ from lightning_3d.sharding.rules.table import RULES
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction, no_dispatch_modes
 from lightning_3d.torch_internals.fsdp import is_hook_of_fsdp, passes_tensors_on
-from lightning_3d.torch_internals.tensors import version_of
-
+from lightning_3d.torch_internals.tensors import VERSION, storage_id, version_of
 
 VIEWS = frozenset(
     {
@@ -83,8 +82,8 @@ VIEWS = frozenset(
 """Names of calls that give views, if no tensor is among the indices."""
 
 
-_OF_MEMORY = frozenset({"is_contiguous", "is_inference", "_version"})
-"""What is asked of a slice, which lies in memory as the whole does."""
+_OF_MEMORY = frozenset({"is_contiguous", "is_inference", VERSION})
+"""Calls that ask how a slice lies in memory: as the whole does."""
 
 
 class ContextInterpreter(Interpreter):
@@ -107,18 +106,24 @@ class ContextInterpreter(Interpreter):
         self._moves: dict[tuple[Any, ...], Moved | None] = {}
         self._gathered: ByTensor[Tensor] = ByTensor()  # by slice
         self._parts_read: dict[int, Tensor] = {}  # gathered tensors by id, of which each rank reads a part
-        self._copies: list[tuple[weakref.ref[Tensor], int, str]] = []  # in place of views: version, and the call
+        # In place of views in one process: slices by their memory with the call, whole ones with their version.
+        self._copied_slices: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._copied_whole: list[tuple[Tensor, int, str]] = []
 
     def check_copies(self) -> None:
         """Raise where a step has changed in place what is a view in one process, and here has memory of its own."""
-        copies, self._copies = self._copies, []
-        for reference, version, name in copies:
-            if (tensor := reference()) is not None and version_of(tensor) != version:
-                raise PlanError(
-                    f"a result of {name}, a view of a tensor {tuple(tensor.shape)} that is cut along its sequence, was"
-                    " changed in place, which would leave that tensor as it was. Make a new tensor in place of it, or"
-                    f" {self.remedy}."
-                )
+        copies, self._copied_whole = self._copied_whole, []
+        self._copied_slices.clear()
+        for tensor, version, name in copies:
+            if version_of(tensor) != version:
+                raise self._refused_view(name, tensor)
+
+    def _refused_view(self, name: str, tensor: Tensor) -> PlanError:
+        return PlanError(
+            f"a result of {name}, of shape {tuple(tensor.shape)} and a view of a tensor that is cut along its sequence,"
+            " was changed in place, which would leave that tensor as it was. Make a new tensor in place of it, or"
+            f" {self.remedy}."
+        )
 
     def forget(self) -> None:
         """Let go of tensors that were gathered, as where a block begins."""
@@ -151,8 +156,10 @@ class ContextInterpreter(Interpreter):
         """A result that has memory of its own, noted where one process has a view."""
         if call.name in VIEWS and len(call.tensors) == 1:
             for made in tensors_in(result):
-                own = made.local if isinstance(made, ShardedTensor) else made
-                self._copies.append((weakref.ref(own), version_of(own), call.name))
+                if isinstance(made, ShardedTensor):
+                    self._copied_slices[_memory(made.local)] = weakref.ref(made.local), call.name
+                else:
+                    self._copied_whole.append((made, version_of(made), call.name))
         return result
 
     def _moved_rows(self, call: TorchCall) -> Moved | None:
@@ -215,7 +222,7 @@ class ContextInterpreter(Interpreter):
         return None if is_refused else generic(call, self.axis)
 
     def _on_whole(self, call: TorchCall) -> LocalCall:
-        """Every rank makes the whole call; of results as long as the cut dim of an operand it goes on with its slice."""
+        """Every rank makes the whole call, and goes on with its slice of results as long as an operand's cut dim."""
         if call.name in MEMORY:
             return self._other(call)  # which raises
         cuts = {
@@ -237,10 +244,13 @@ class ContextInterpreter(Interpreter):
         return LocalCall(tensors=call.tensors, input_placements=each, run=run)
 
     def _in_place(self, call: TorchCall) -> Any:
-        """A call that changes a tensor, which stays where it is; else all of it is changed, and a slice of that taken."""
+        """A call that changes a tensor, which stays where it is; else all of it is changed, and cut again."""
         changed = call.first if call.name == "__setitem__" else call.destination
         if not isinstance(changed, ShardedTensor) or call.name == "requires_grad_":
             return super().dispatch(call)
+        copied = self._copied_slices.get(_memory(changed.own()))
+        if copied is not None and copied[0]() is not None:
+            raise self._refused_view(copied[1], changed)
         if (ready := self._ready(call, fixed=changed)) is not None:
             return self.execute(*ready)
         whole = self._gather(changed).clone()
@@ -343,13 +353,17 @@ class ContextInterpreter(Interpreter):
             return tuple(own if at is None else ShardedTensor(own, self.axis, at) for own, at in pairs)
 
     def _passed_on(self, function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a function of FSDP2 gives for its last arguments: the same tensors, with its backward behind them."""
+        """Apply a function of FSDP2, which gives its last arguments with its backward behind them."""
         own = function(*_own(args))
         return self._wrapped(own, map(placement_of, args[-len(own) :]))
 
 
 class _Shown(tuple[object, ...]):
     """Stands for a tensor where a call is described."""
+
+
+def _memory(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
 
 
 def _own(value: Any) -> Any:

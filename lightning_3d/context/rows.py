@@ -45,7 +45,7 @@ class _Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """What a call that moves rows gives, and of what."""
+    """A call that moves rows: which rows it takes of which tensors."""
 
     dim: int
     sources: tuple[_Source, ...]

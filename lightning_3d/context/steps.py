@@ -48,8 +48,7 @@ class ContextSteps:
         self._interpreter = ContextInterpreter(axis)
         self._is_running = self._has_cut = False
         self._seen: dict[str, list[str]] = {}  # what blocks got that is no sequence
-        for fqn, block in blocks.items():
-            running(block).sliced = functools.partial(self._sliced, fqn)
+        self._cutters = [(block, functools.partial(self._sliced, fqn)) for fqn, block in blocks.items()]
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run a step; what it returns, and what it keeps in attributes of the module, is whole.
@@ -57,6 +56,8 @@ class ContextSteps:
         Raises:
             PlanError: no block got a sequence.
         """
+        for block, cutter in self._cutters:
+            running(block).sliced = cutter  # blocks that are here in full lose their runners after a fit
         self._interpreter.forget()
         self._has_cut = False
         with self._modes():

@@ -22,7 +22,10 @@ HALVES = (torch.float16, torch.bfloat16)
 no_torch_function = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a subclass whose functions torch runs as those of plain tensors."""
 
-version_of: Callable[[Tensor], int] = attrgetter("_version")
+VERSION = "_version"
+"""The attribute of `version_of`, by which a function mode sees it read."""
+
+version_of: Callable[[Tensor], int] = attrgetter(VERSION)
 """Grows by every in-place change of a tensor or of its views."""
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

@@ -127,7 +127,7 @@ def _problems_of_callbacks(trainer: Trainer, config: ThreeDConfig, shape: MeshSh
         yield (
             "ServableModuleValidator serves the model from rank 0, but with"
             f" pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp} and"
-            f" zero.stage={config.zero.stage} on {shape.size('state')} ranks each rank has a part of it. Validate it in one"
+            f" zero.stage={config.zero.stage} on {shape.size('state')} ranks each has a part of it. Validate it in one"
             " process, from a checkpoint, or use size 1 for both and zero.stage<=2."
         )
 
@@ -257,7 +257,7 @@ def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShap
     if kind != "rows" and (shape.tp > 1 or (config.stage == 3 and shape.size("state") > 1)):
         yield (
             f"{name} needs whole parameters (it does not work element by element), but with"
-            f" tensor_parallel_size={shape.tp} and zero.stage={config.stage} on {shape.size('state')} ranks each rank has a"
+            f" tensor_parallel_size={shape.tp} and zero.stage={config.stage} on {shape.size('state')} ranks each has a"
             " part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
             " zero.optimizer_steps='rows' if it does work element by element."
         )

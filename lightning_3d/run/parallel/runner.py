@@ -79,7 +79,7 @@ def make_runner(
 
 
 def _context(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]) -> ContextSteps | None:
-    """What cuts sequences, where ranks share them."""
+    """Let steps run on slices of sequences, where ranks share them."""
     if context.mesh.shape.cp == 1:
         return None
     axis = ContextAxis(context.mesh.axis("cp"))

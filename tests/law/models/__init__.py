@@ -30,13 +30,14 @@ _ROOMS = (by_hand, transformers, losses, programs, blocks, stages, transformer_l
 _LATER = (inline, heads, diffusion, tensor, replicas, weights, keeping)
 
 WITHOUT_SEQUENCES = frozenset(
-    (
-        "albert balanced bookkeeping carrying changed-arguments changing convnext convolutions deep-q diffusers-unet "
-        "efficientnet few-steps formats frozen-stages graphs habits heat-equation kept-products kept-tables lora mixup "
-        "mlp norms odd-blocks odd-parameters parameterless paths penalised penalties proximal-policy quantised reading "
-        "recomputed-stages referring resnet reversible run-again segformer self-changing teachers teachers-elsewhere "
-        "unet"
-    ).split()
+    {
+        *("albert", "balanced", "bookkeeping", "carrying", "changed-arguments", "changing", "convnext"),
+        *("convolutions", "deep-q", "diffusers-unet", "efficientnet", "few-steps", "formats", "frozen-stages"),
+        *("graphs", "habits", "heat-equation", "kept-products", "kept-tables", "lora", "mixup"),
+        *("mlp", "norms", "odd-blocks", "odd-parameters", "parameterless", "paths", "penalised"),
+        *("penalties", "proximal-policy", "quantised", "reading", "recomputed-stages", "referring", "resnet"),
+        *("reversible", "run-again", "segformer", "self-changing", "teachers", "teachers-elsewhere", "unet"),
+    }
 )
 """Models no block of which gets (batch, sequence, features), as images and vectors are none."""
 

@@ -1,0 +1,129 @@
+"""Context parallel: what moves between ranks, and what is refused. That it trains as one process, the law tells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.context.axis import ContextAxis
+from lightning_3d.distributed.mesh import resolve_mesh_shape
+from lightning_3d.errors import ConfigError
+from tests.models import TinyGPT, TinyMLP, features, loader, tokens
+from tests.parity import Layout, fitted
+from tests.workers import WorkerError, WorkerPools
+
+NUM_BATCHES = 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"compile": {"enabled": True}}, "compile.enabled=True"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_before_processes_start(settings: dict[str, Any], named: str) -> None:
+    strategy = ThreeDStrategy(context_parallel_size=2, **settings)
+    assert "context 2" in resolve_mesh_shape(strategy.config, 4).text
+    with pytest.raises(ConfigError, match=f"context_parallel_size=2 goes with data parallel .* not yet with {named}"):
+        L.Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
+
+
+def _counted() -> tuple[Counter[str], list[tuple[int, ...]]]:
+    """Collectives of sliced training, and the shapes of activations in its blocks' attention."""
+    calls, shapes = Counter[str](), list[tuple[int, ...]]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "exchange"):
+            original = getattr(ContextAxis, name)
+
+            def counting(
+                self: ContextAxis, tensor: Tensor, *args: Any, name: str = name, original: Any = original
+            ) -> Tensor:
+                calls[name] += 1
+                if name == "all_to_all":
+                    shapes.append(tuple(tensor.shape))
+                return original(self, tensor, *args)  # type: ignore[no-any-return]
+
+            patch.setattr(ContextAxis, name, counting)
+        fitted(Layout(cp=2), TinyGPT, batches=NUM_BATCHES, epochs=1, limit_val_batches=0)
+    return calls, shapes
+
+
+def test_attention_of_equal_heads_takes_four_all_to_alls(workers: WorkerPools) -> None:
+    """Those of DeepSpeed-Ulysses: of query, key, value and output, half of each on two ranks, and as many backward."""
+    for calls, shapes in workers(2).run(_counted):
+        blocks = TinyGPT().blocks
+        assert calls["all_to_all"] == 8 * len(blocks) * NUM_BATCHES
+        assert calls["reduce_scatter"] == calls["exchange"] == 0
+        assert calls["all_gather"] == NUM_BATCHES  # the gradient of what was cut
+        assert calls["all_reduce"] == NUM_BATCHES  # the loss
+        assert {torch.Size(shape).numel() for shape in shapes} == {8 * 16 * 32 // 2}
+
+
+def _without_sequence() -> None:
+    fitted(Layout(cp=2), TinyMLP, data=features, batches=1, epochs=1)
+
+
+def test_a_model_without_a_sequence_is_refused(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError) as error:
+        workers(2).run(_without_sequence)
+    for rank in range(2):
+        assert "context_parallel_size=2 found no sequence to cut" in error.value.failures[rank]
+        assert "layers.0: (8, 8)" in error.value.failures[rank]
+
+
+class _ChangesView(TinyGPT):
+    """Masks a token of its logits in place, by a view."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = super().forward(inputs)
+        logits[:, 0].mul_(0)
+        return logits
+
+
+def _with_changed_view() -> None:
+    fitted(Layout(cp=2), _ChangesView, batches=1, epochs=1)
+
+
+def test_a_view_that_is_a_copy_is_not_changed_unseen(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError) as error:
+        workers(2).run(_with_changed_view)
+    for rank in range(2):
+        assert "a result of __getitem__, of shape (8, 64) and a view of a tensor" in error.value.failures[rank]
+
+
+class _Keeps(TinyGPT):
+    """Keeps what a block gives in an attribute, and returns logits of predictions."""
+
+    kept: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = super().forward(inputs)
+        self.kept = logits
+        return logits
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+def _predicted() -> tuple[type, tuple[int, ...], bool]:
+    trainer, module = fitted(Layout(cp=2), _Keeps, batches=1, epochs=1)
+    assert isinstance(module, _Keeps)
+    kept = module.kept
+    assert kept is not None
+    (given,) = trainer.predict(module, loader(tokens(8), global_batch_size=8, data_parallel_size=1))  # type: ignore[misc]
+    return type(kept), tuple(kept.shape), type(given) is Tensor and given.shape == kept.shape
+
+
+def test_what_a_step_gives_and_keeps_is_whole(workers: WorkerPools) -> None:
+    for kind, shape, is_whole in workers(2).run(_predicted):
+        assert kind is Tensor
+        assert shape[:2] == (8, 16)
+        assert is_whole
