@@ -82,6 +82,9 @@ VIEWS = frozenset(
 """Names of calls that give views, if no tensor is among the indices."""
 
 
+_MAX_ANSWERS = 8192
+"""Calls of which it is kept how they are made."""
+
 _OF_MEMORY = frozenset({"is_contiguous", "is_inference", VERSION})
 """Calls that ask how a slice lies in memory: as the whole does."""
 
@@ -124,6 +127,11 @@ class ContextInterpreter(Interpreter):
             " was changed in place, which would leave that tensor as it was. Make a new tensor in place of it, or"
             f" {self.remedy}."
         )
+
+    def begin(self) -> None:
+        """Forget the tensors and the sequences of the step before."""
+        self.forget()
+        self.sequences = Sequences(lengths=frozenset(), batch=0)
 
     def forget(self) -> None:
         """Let go of tensors that were gathered, as where a block begins."""
@@ -208,6 +216,8 @@ class ContextInterpreter(Interpreter):
             (call.args, call.kwargs),
         )
         key = (call.function, repr(described), self.sequences)
+        if len(answers) >= _MAX_ANSWERS:  # batches of ever new lengths
+            answers.clear()
         if key not in answers:
             with no_dispatch_modes():  # so that a recomputation, which finds an answer here, sees the same operators
                 answers[key] = find(call)

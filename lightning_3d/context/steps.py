@@ -46,7 +46,7 @@ class ContextSteps:
     def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module], axis: ContextAxis) -> None:
         self._module, self._axis = module, axis
         self._interpreter = ContextInterpreter(axis)
-        self._is_running = self._has_cut = False
+        self._is_running = self._has_sequence = False
         self._seen: dict[str, list[str]] = {}  # what blocks got that is no sequence
         self._cutters = [(block, functools.partial(self._sliced, fqn)) for fqn, block in blocks.items()]
 
@@ -58,8 +58,8 @@ class ContextSteps:
         """
         for block, cutter in self._cutters:
             running(block).sliced = cutter  # blocks that are here in full lose their runners after a fit
-        self._interpreter.forget()
-        self._has_cut = False
+        self._interpreter.begin()
+        self._has_sequence = False
         with self._modes():
             output = step()
         self._interpreter.check_copies()
@@ -68,14 +68,13 @@ class ContextSteps:
             for module in self._module.modules():
                 self._keep_whole(vars(module))
         self._interpreter.forget()
-        if not self._has_cut:
+        if not self._has_sequence:
             got = (
                 "; ".join(f"{fqn}: {', '.join(shapes)}" for fqn, shapes in self._seen.items()) or "no block was called"
             )
             raise PlanError(
                 f"context_parallel_size={self._axis.size} found no sequence to cut: no block got an activation of shape"
-                f" (batch, sequence, features) with at least {self._axis.size} tokens ({got}). Use"
-                " context_parallel_size=1."
+                f" (batch, sequence, features) ({got}). Use context_parallel_size=1."
             )
         return output
 
@@ -120,18 +119,17 @@ class ContextSteps:
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if any(isinstance(value, ShardedTensor) for value in values):
             return args, kwargs
-        first = next((value for value in values if self._is_sequence(value)), None)
+        first = next((value for value in values if value.is_floating_point() and value.dim() == 3), None)
         if first is None:
             self._seen.setdefault(fqn, [str(tuple(value.shape)) for value in values])
             return args, kwargs
-        self._has_cut = True
+        self._has_sequence = True
+        if first.shape[SEQUENCE_DIM] < self._axis.size:  # every rank runs all of it
+            return args, kwargs
         with DisableTorchFunction():
             cut = self._cut(first)
         given = tuple(cut if value is first else value for value in args)
         return given, {name: cut if value is first else value for name, value in kwargs.items()}
-
-    def _is_sequence(self, value: Tensor) -> bool:
-        return value.is_floating_point() and value.dim() == 3 and value.shape[SEQUENCE_DIM] >= self._axis.size
 
     def _cut(self, tensor: Tensor) -> ShardedTensor:
         length = tensor.shape[SEQUENCE_DIM]
