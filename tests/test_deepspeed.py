@@ -121,6 +121,7 @@ _MEANING: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     ({"tensor_parallel": {"autotp_size": 4}}, {**_ZERO_0, "tensor_parallel_size": 4}, {}),
     ({"tensor_parallel": {"tp_size": 4}}, {**_ZERO_0, "tensor_parallel_size": 4}, {}),
+    ({"sequence_parallel_size": 4}, {**_ZERO_0, "context_parallel_size": 4}, {}),
     (
         {"activation_checkpointing": {"partition_activations": True}, "tensor_parallel": {"autotp_size": 2}},
         {**_ZERO_0, "tensor_parallel_size": 2, "activations": {"recompute": "full", "partition": True}},

@@ -29,6 +29,7 @@ SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "zero_optimization.mics_shard_size": ("zero.shard_size", lambda size: size if size > 1 else "auto"),
     "tensor_parallel.autotp_size": ("tensor_parallel_size", lambda size: max(1, int(size))),
     "tensor_parallel.tp_size": ("tensor_parallel_size", lambda size: max(1, int(size))),
+    "sequence_parallel_size": ("context_parallel_size", int),
     "pipeline.stages": ("pipeline_parallel_size", int),
     "pipeline.partition": ("pipeline.partition", lambda method: {"best": "auto"}.get(method, method)),
 }
@@ -60,7 +61,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "managed_gradient_accumulation": ((True,), "a Trainer counts the batches of a step"),
     "gradient_allreduce_op": (("mean",), "gradients of replicas are averaged, as under DDP"),
     "sparse_gradients": ((False,), "gradients of embeddings are dense"),
-    "sequence_parallel_size": ((1,), "context parallel is not built; see tensor.sequence_parallel"),
     "fp16.fp16_master_weights_and_grads": ((False,), "small updates of fp16 weights would be lost"),
     "fp16.hysteresis": ((1, 2), _HALVES),
     "fp16.consecutive_hysteresis": ((False,), _HALVES),
