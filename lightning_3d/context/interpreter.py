@@ -39,48 +39,13 @@ from lightning_3d.torch_internals.dispatch import DisableTorchFunction, no_dispa
 from lightning_3d.torch_internals.fsdp import is_hook_of_fsdp, passes_tensors_on
 from lightning_3d.torch_internals.tensors import VERSION, storage_id, version_of
 
-VIEWS = frozenset(
-    {
-        *(
-            "__getitem__",
-            "narrow",
-            "select",
-            "split",
-            "split_with_sizes",
-            "chunk",
-            "tensor_split",
-            "unbind",
-            "diagonal",
-        ),
-        *(
-            "view",
-            "view_as",
-            "reshape",
-            "flatten",
-            "unflatten",
-            "squeeze",
-            "unsqueeze",
-            "expand",
-            "expand_as",
-            "unfold",
-        ),
-        *(
-            "transpose",
-            "swapaxes",
-            "swapdims",
-            "permute",
-            "movedim",
-            "moveaxis",
-            "t",
-            "T",
-            "mT",
-            "detach",
-            "as_strided",
-        ),
-    }
-)
+_VIEWS = """
+__getitem__ narrow select split split_with_sizes chunk tensor_split unbind diagonal view view_as
+reshape flatten unflatten squeeze unsqueeze expand expand_as unfold transpose swapaxes swapdims
+permute movedim moveaxis t T mT detach as_strided
+"""
+VIEWS = frozenset(_VIEWS.split())
 """Names of calls that give views, if no tensor is among the indices."""
-
 
 _MAX_ANSWERS = 8192
 """Calls of which it is kept how they are made."""
