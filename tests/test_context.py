@@ -15,7 +15,7 @@ from lightning_3d.context.axis import ContextAxis
 from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.errors import ConfigError
 from tests.models import TinyGPT, TinyMLP, features, loader, tokens
-from tests.parity import Layout, fitted
+from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
 
 NUM_BATCHES = 2
@@ -97,6 +97,64 @@ def test_a_view_that_is_a_copy_is_not_changed_unseen(workers: WorkerPools) -> No
         workers(2).run(_with_changed_view)
     for rank in range(2):
         assert "a result of __getitem__, of shape (8, 64) and a view of a tensor" in error.value.failures[rank]
+
+
+class _Hooked(TinyGPT):
+    """Halves the gradient of its logits, shrinks that of a hidden state, and has a short batch after a long one."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.blocks[0](self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1])))
+        x.register_hook(lambda gradient: gradient / (1 + gradient.norm()))
+        logits: Tensor = self.head(self.norm(self.blocks[1](x)))
+        logits.register_hook(lambda gradient: 0.5 * gradient)
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        length = 1 if batch_idx == 1 else 9
+        return super().training_step((batch[0][:, :length], batch[1][:, :length]), batch_idx)
+
+
+def _hooked(layout: Layout | None) -> tuple[float, dict[str, Tensor]]:
+    trainer, _ = fitted(layout, _Hooked, batches=3, epochs=1, limit_val_batches=0)
+    return float(trainer.callback_metrics["loss_step"]), whole_state(trainer)
+
+
+def test_hooks_on_slices_see_and_change_gradients(workers: WorkerPools) -> None:
+    loss, state = _hooked(None)
+    ranks = workers(2).run(_hooked, Layout(cp=2))
+    assert [found for found, _ in ranks] == pytest.approx([loss] * 2, abs=1e-5)
+    assert_same_state([weights for _, weights in ranks], state)
+
+
+class _RetainsGradient(TinyGPT):
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = super().forward(inputs)
+        logits.retain_grad()
+        return logits
+
+
+class _HasBackwardHook(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_full_backward_hook(lambda module, gradients, of_output: None)
+
+
+def _trained(model: type[TinyGPT]) -> None:
+    fitted(Layout(cp=2), model, batches=1, epochs=1, limit_val_batches=0)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [(_RetainsGradient, "retain_grad of a tensor (8, 16, 64)"), (_HasBackwardHook, "register_full_backward_hook")],
+)
+def test_gradients_that_would_be_those_of_a_slice_are_refused(
+    workers: WorkerPools, model: type[TinyGPT], named: str
+) -> None:
+    with pytest.raises(WorkerError) as error:
+        workers(2).run(_trained, model)
+    for rank in range(2):
+        assert f"{named}" in error.value.failures[rank]
+        assert "or use context_parallel_size=1" in error.value.failures[rank]
 
 
 class _Keeps(TinyGPT):

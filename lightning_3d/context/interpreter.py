@@ -35,6 +35,7 @@ from lightning_3d.sharding.rules.function import MEMORY, ON_WHOLE, Function, map
 from lightning_3d.sharding.rules.generic import generic
 from lightning_3d.sharding.rules.table import RULES
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
+from lightning_3d.torch_internals.autograd import calls_backward_hooks
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction, no_dispatch_modes
 from lightning_3d.torch_internals.fsdp import is_hook_of_fsdp, passes_tensors_on
 from lightning_3d.torch_internals.tensors import VERSION, storage_id, version_of
@@ -108,6 +109,13 @@ class ContextInterpreter(Interpreter):
             return self.run_plain(call)
         if call.name == "register_hook" and is_hook_of_fsdp(call.args[1]):  # it asks when a gradient comes
             return call.first.own().register_hook(*call.args[1:])
+        if call.name == "register_hook":
+            return self._register_hook(*call.args)
+        if call.name == "retain_grad":
+            raise PlanError(
+                f"retain_grad of a tensor {tuple(call.first.shape)} that is cut along its sequence: each rank gets its"
+                f" own slice of the gradient alone. Look at it by register_hook, or {self.remedy}."
+            )
         if call.name in _OF_MEMORY:
             return call.run(*(tensor.own() if isinstance(tensor, ShardedTensor) else tensor for tensor in call.tensors))
         if call.function is torch.autograd.grad:
@@ -124,6 +132,16 @@ class ContextInterpreter(Interpreter):
             return self._noted(call, self.execute(call, self._on_whole(call)))
         result = self.execute(*ready)
         return result if ready[0] is call else self._noted(call, result)
+
+    def _register_hook(self, tensor: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Show a hook of the user's the gradient as a tensor that is cut as this one is."""
+
+        def on_slice(gradient: Tensor) -> Tensor | None:
+            with self:
+                changed = hook(ShardedTensor(gradient, self.axis, tensor.placement))
+            return None if changed is None else self.operand(changed, tensor.placement, [])
+
+        return tensor.own().register_hook(on_slice)
 
     def _noted(self, call: TorchCall, result: Any) -> Any:
         """A result that has memory of its own, noted where one process has a view."""
@@ -293,6 +311,11 @@ class ContextInterpreter(Interpreter):
         if passes_tensors_on(cls):
             with DisableTorchFunction():
                 return self._passed_on(function, args)
+        if calls_backward_hooks(cls):
+            raise PlanError(
+                "a module with register_full_backward_hook got a tensor that is cut along its sequence: its hook would"
+                f" see this rank's slice of gradients alone. Register hooks on tensors, or {self.remedy}."
+            )
         if is_own(cls.__module__):
             return function(*args, **kwargs)
         with DisableTorchFunction():

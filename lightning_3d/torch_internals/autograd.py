@@ -99,6 +99,11 @@ def is_reentrant(cls: type[torch.autograd.Function]) -> bool:
     return cls is torch.utils.checkpoint.CheckpointFunction
 
 
+def calls_backward_hooks(cls: type[torch.autograd.Function]) -> bool:
+    """Whether an autograd function shows gradients to what ``register_full_backward_hook`` of a module got."""
+    return cls.__module__.startswith("torch.nn.") and cls.__name__ == "BackwardHookFunction"
+
+
 def reachable_nodes(outputs: Iterable[Tensor | GradientEdge | None]) -> set[Node]:
     """The nodes that the backward of these outputs runs; an edge or None stands for one that has been released."""
     present = [output for output in outputs if output is not None]
