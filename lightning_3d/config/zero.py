@@ -85,9 +85,13 @@ class ZeroConfig:
         _check_offload(self)
         _check_zero(self)
 
-    def is_fully_sharded(self, num_replicas: int) -> bool:
-        """Whether each rank holds shards of the parameters, or they lie elsewhere than on the device."""
-        return self.stage == 3 and (num_replicas > 1 or self.offload_params != "none")
+    def is_fully_sharded(self, num_ranks: int) -> bool:
+        """Whether each rank holds shards of the parameters, or they lie elsewhere than on the device.
+
+        Args:
+            num_ranks: Those that would hold the same parameters.
+        """
+        return self.stage == 3 and (num_ranks > 1 or self.offload_params != "none")
 
     def keeps_gathered(self, *, is_microbatched: bool) -> bool:
         """Whether stage 3 keeps parameters gathered from their first forward to the end of the step."""

@@ -20,6 +20,7 @@ from lightning_3d.context.axis import ContextAxis, comes_of_weights, with_gradie
 from lightning_3d.context.choice import Sequences, Target, cheapest
 from lightning_3d.context.rows import MOVES, Moved, as_move
 from lightning_3d.context.rules import RULES as OWN_RULES
+from lightning_3d.context.rules import take_one_row
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.sharding.collectives import redistribute
@@ -50,6 +51,9 @@ VIEWS = frozenset(_VIEWS.split())
 
 _MAX_ANSWERS = 8192
 """Calls of which it is kept how they are made."""
+
+_TAKES_ROW = frozenset({"__getitem__", "select"})
+"""Names of calls that may take one row, which costs less than to move its tensor."""
 
 _OF_MEMORY = frozenset({"is_contiguous", "is_inference", VERSION})
 """Calls that ask how a slice lies in memory: as the whole does."""
@@ -122,9 +126,8 @@ class ContextInterpreter(Interpreter):
             return self._gradients(*call.args, **call.kwargs)
         if call.destination is not None or call.name == "__setitem__":
             return self._in_place(call)
-        for rule in OWN_RULES.get(call.name, ()):
-            if call.name in MOVES | {"select"} and (local := rule(call, self.axis)) is not None:
-                return self._noted(call, self.execute(call, local))
+        if call.name in _TAKES_ROW and (row := take_one_row(call, self.axis)) is not None:
+            return self._noted(call, self.execute(call, row))
         if call.name in MOVES and (move := self._moved_rows(call)) is not None:
             return self._noted(call, move.carry_out(call, self.axis, lambda tensor: self.read_by_each(tensor, [])))
         ready = self._ready(call)

@@ -23,11 +23,10 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import running
 from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.placement import REPLICATE, chunked
-from lightning_3d.sharding.sharded_tensor import ShardedTensor, holds_sharded_tensor
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, change_kept
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
-from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
 from lightning_3d.torch_internals.pytree import tree_map
 
 SEQUENCE_DIM = 1
@@ -66,7 +65,7 @@ class ContextSteps:
         with DisableTorchFunction():
             output = tree_map(self._whole, output)
             for module in self._module.modules():
-                self._keep_whole(vars(module))
+                change_kept(vars(module), self._whole)
         self._interpreter.forget()
         if not self._has_sequence:
             got = (
@@ -141,8 +140,3 @@ class ContextSteps:
 
     def _whole(self, leaf: Any) -> Any:
         return self._interpreter.whole(leaf) if isinstance(leaf, ShardedTensor) else leaf
-
-    def _keep_whole(self, attributes: dict[str, Any]) -> None:
-        for name, value in attributes.items():
-            if name not in TORCH_ATTRIBUTES and holds_sharded_tensor(value):
-                attributes[name] = tree_map(self._whole, value)

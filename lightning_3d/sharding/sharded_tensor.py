@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_3d.errors import PlanError
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.placement import InterleavedShard, Shard, Sharded, full_shape
-from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, set_gradient_hooks
 
 UNSEEN = (
@@ -120,8 +121,14 @@ def parts_of(tensor: object) -> InterleavedShard | None:
     return placement if type(placement) is InterleavedShard else None
 
 
-def holds_sharded_tensor(value: object) -> bool:
-    """Whether a value is a sharded tensor, or a list, tuple or dict that holds one at any depth."""
+def change_kept(attributes: dict[str, Any], change: Callable[[Any], Any]) -> None:
+    """Change the leaves of those attributes of a module that are, or hold, sharded tensors."""
+    for name, value in attributes.items():
+        if name not in TORCH_ATTRIBUTES and _holds_sharded_tensor(value):
+            attributes[name] = tree_map(change, value)
+
+
+def _holds_sharded_tensor(value: object) -> bool:
     if isinstance(value, Tensor):
         return isinstance(value, ShardedTensor)
     if not isinstance(value, list | tuple | dict):

@@ -18,7 +18,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import running
 from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.sharding.placement import Sharded
-from lightning_3d.sharding.sharded_tensor import ShardedTensor, holds_sharded_tensor, shard_dim
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, change_kept, shard_dim
 from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
@@ -27,7 +27,7 @@ from lightning_3d.tensor.vocabulary.lazy_tensor import lazily_gathered
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
-from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES, parameters_of
+from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
@@ -188,9 +188,7 @@ def _gather_retained(attributes: dict[str, object], whole: Callable[[Tensor], Te
             return leaf
         return whole(leaf) if shard_dim(leaf) is None else lazily_gathered(leaf)
 
-    for name, value in attributes.items():
-        if name not in TORCH_ATTRIBUTES and holds_sharded_tensor(value):
-            attributes[name] = tree_map(shown, value)
+    change_kept(attributes, shown)
 
 
 def _lazy_if_sharded(leaf: object) -> Any:
