@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.context.axis import ContextAxis
@@ -155,6 +155,41 @@ def test_gradients_that_would_be_those_of_a_slice_are_refused(
     for rank in range(2):
         assert f"{named}" in error.value.failures[rank]
         assert "or use context_parallel_size=1" in error.value.failures[rank]
+
+
+class _GivesProducts(nn.Module):
+    """Gives a product that its caller changes in place, and one that is computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.first(x)
+        return first, self.second(torch.tanh(first.detach() + x))
+
+
+class _ChangesProducts(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(num_layers=0)
+        self.layers = nn.ModuleList(_GivesProducts() for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
+        for layer in self.layers:
+            first, second = layer(x)
+            x = first.mul_(2.0) + second
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _state_of_products(layout: Layout | None) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, _ChangesProducts, batches=3, epochs=1, limit_val_batches=0)[0])
+
+
+def test_slices_that_a_block_gives_are_not_kept(workers: WorkerPools) -> None:
+    layout = Layout(cp=2, activations={"recompute": "selective"})
+    assert_same_state(workers(2).run(_state_of_products, layout), _state_of_products(None))
 
 
 class _Keeps(TinyGPT):
