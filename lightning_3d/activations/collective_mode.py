@@ -10,26 +10,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from lightning_3d.torch_internals.dispatch import KEEPS_PRODUCTS, OperatorMode, dispatch_modes, without_modes
+
+T = TypeVar("T")
 
 
 class CollectiveMode(OperatorMode, ABC):
     """A dispatch mode that answers collectives, too."""
 
     @abstractmethod
-    def on_collective(self, make: Callable[[], Tensor], donated: Tensor | None) -> Tensor:
+    def on_collective(self, make: Callable[[], T], donated: Tensor | None) -> T:
         """The result of a collective; the arguments are those of `collective`."""
 
 
-def collective(make: Callable[[], Tensor], donated: Tensor | None = None) -> Tensor:
+def collective(make: Callable[[], T], donated: Tensor | None = None) -> T:
     """Make a collective of a block's forward, unless its result is known.
 
     Args:
-        make: Makes it, and returns when its result may be read; all ranks do or none does.
+        make: Makes it, and returns its result, a tensor or several, when that may be read; all ranks do or none does.
         donated: An operand that nobody reads after it.
     """
     for mode in dispatch_modes():

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ _VIEWS = frozenset(
     }
 )
 """Operators that read no values, as they stand between a matrix product and its sum over the ranks."""
+
+T = TypeVar("T")
 
 Call = tuple[Operator | None, int]
 """An operator, or None for a collective, and the number of this call of it."""
@@ -113,7 +115,7 @@ class KeptResults(CollectiveMode):
             self._unread = call, results
         return results
 
-    def on_collective(self, make: Callable[[], Tensor], donated: Tensor | None) -> Tensor:
+    def on_collective(self, make: Callable[[], T], donated: Tensor | None) -> T:
         """Make a collective and keep its result in place of what it used up, if nothing else has read that."""
         product = None if donated is None else self._used_up(donated)
         self._unread = None
@@ -191,8 +193,8 @@ class _Giving(CollectiveMode):
             return func(*args, **(kwargs or {}))
         return self._given(func, lambda: func(*args, **(kwargs or {})))
 
-    def on_collective(self, make: Callable[[], Tensor], donated: Tensor | None) -> Tensor:
-        result: Tensor = self._given(None, make)
+    def on_collective(self, make: Callable[[], T], donated: Tensor | None) -> T:
+        result: T = self._given(None, make)
         return result
 
     def _given(self, operator: Operator | None, make: Callable[[], Any]) -> Any:

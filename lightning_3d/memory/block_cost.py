@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.trace.fake_blocks import with_state
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
+
+T = TypeVar("T")
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a block, with a ``TensorMeta`` in place of each tensor."""
@@ -256,14 +258,14 @@ class _LiveBytes(CollectiveMode):
             self.peak = max(self.peak, self._look())
         return results
 
-    def on_collective(self, make: Callable[[], Tensor], donated: Tensor | None) -> Tensor:
+    def on_collective(self, make: Callable[[], T], donated: Tensor | None) -> T:
         """Note that the result is kept, and what it used up is not, nor computed again."""
         storage = None if donated is None else StorageWeakRef(donated.untyped_storage())
         result = make()
         if donated is not None and storage in self.costly and self.sizes[storage] == donated.nbytes:
             self.costly.remove(storage)
             self._used_up.add(storage)
-        self.costly.add(StorageWeakRef(result.untyped_storage()))
+        self.costly.update(_storages(result))
         return result
 
     def num_bytes(self, storages: set[StorageWeakRef]) -> int:
