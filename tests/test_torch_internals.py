@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.torch_internals import (
     attention,
+    attention_kernels,
     autocast,
     autograd,
     capture,
@@ -278,6 +279,38 @@ def test_attention_with_dropout_is_a_softmax_and_products_on_a_cpu(dtype: torch.
     found = F.dropout(weights, 0.4) @ values
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(found.to(dtype), expected)
+
+
+@canary(attention_kernels, "attend", "attend_backward")
+def test_the_backward_of_a_part_of_the_keys_is_that_part_of_the_whole_one() -> None:
+    query, key, value, gradient = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2, 4))
+    output, lse = attention_kernels.attend(query, key, value, is_causal=False, scale=0.3)
+    scores = 0.3 * query @ key.repeat_interleave(2, 1).mT
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    wanted = torch.autograd.grad(output, (query, key, value), gradient)
+    lse = lse.contiguous()
+    parts = [
+        attention_kernels.attend_backward(
+            gradient, query, key[..., own, :], value[..., own, :], output, lse, is_causal=False, scale=0.3
+        )
+        for own in (slice(0, 3), slice(3, 8))
+    ]
+    found = parts[0][0] + parts[1][0], *(torch.cat(of_both, -2) for of_both in zip(*parts, strict=True))
+    torch.testing.assert_close((found[0], *found[2:]), wanted)
+
+
+@canary(attention_kernels, "attend", "attend_backward")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_of_cuda_take_and_give_what_those_of_the_cpu_do(dtype: torch.dtype) -> None:
+    def shapes(device: str) -> list[tuple[torch.Size, torch.dtype]]:
+        query, key, value = (torch.zeros(2, heads, 5, 16, dtype=dtype, device=device) for heads in (4, 2, 2))
+        output, lse = attention_kernels.attend(query, key, value, is_causal=True, scale=None)
+        found = attention_kernels.attend_backward(
+            output, query, key, value, output, lse.contiguous(), is_causal=True, scale=None
+        )
+        return [(tensor.shape, tensor.dtype) for tensor in (output, lse, *found)]
+
+    assert shapes("meta") == shapes("cpu")
 
 
 @canary(fake_tensors, "on_fake_tensors")
