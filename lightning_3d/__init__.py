@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.compile import CompileConfig
+from lightning_3d.config.context import ContextConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CompileConfig",
     "ConfigError",
+    "ContextConfig",
     "PipelineConfig",
     "PlanError",
     "PrecisionConfig",

@@ -22,6 +22,7 @@ from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.configured import Configured
+from lightning_3d.config.context import ContextConfig
 from lightning_3d.config.deepspeed_optimizers import optimizers_given
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
@@ -56,6 +57,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         zero: A ``ZeroConfig`` or a dict of its keys.
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.
+        context: A ``ContextConfig`` or a dict of its keys.
         activations: An ``ActivationsConfig`` or a dict of its keys.
         compile: A ``CompileConfig`` or a dict of its keys.
         batch: A ``BatchConfig`` or a dict of its keys.
@@ -85,6 +87,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         zero: ZeroConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         tensor: TensorConfig | dict[str, Any] | None = None,
+        context: ContextConfig | dict[str, Any] | None = None,
         activations: ActivationsConfig | dict[str, Any] | None = None,
         compile: CompileConfig | dict[str, Any] | None = None,
         batch: BatchConfig | dict[str, Any] | None = None,

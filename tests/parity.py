@@ -102,6 +102,8 @@ class Layout:
     """How checkpoints are written."""
     activations: Mapping[str, Any] = field(default_factory=dict)
     """What of the blocks' forwards is kept."""
+    context: Mapping[str, Any] = field(default_factory=dict)
+    """How attention on slices of sequences goes."""
     precision: Mapping[str, Any] = field(default_factory=dict)
     """How losses are scaled and weights kept in 16 bits."""
 
@@ -141,6 +143,7 @@ class Layout:
                 "verify": self.verify,
             },
             activations=dict(self.activations),
+            context=dict(self.context),
             compile={"enabled": self.compile_backend is not None, "backend": self.compile_backend or "inductor"},
             checkpoint=dict(self.checkpoint),
             precision=dict(self.precision),

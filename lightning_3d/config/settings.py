@@ -22,6 +22,7 @@ from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.checks import Size, check_values
 from lightning_3d.config.compile import CompileConfig
+from lightning_3d.config.context import ContextConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.tensor import TensorConfig
@@ -80,7 +81,7 @@ class ThreeDConfig:
     """Ranks that share each block's weights."""
 
     context_parallel_size: Size = 1
-    """Ranks that share each sequence; only 1 so far."""
+    """Ranks that share each sequence."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """How much of the training state the data-parallel ranks share."""
@@ -90,6 +91,9 @@ class ThreeDConfig:
 
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """Checks of the tensor-parallel plans."""
+
+    context: ContextConfig = field(default_factory=ContextConfig)
+    """Attention on slices of sequences."""
 
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     """How much of the blocks' forwards is kept for their backwards."""

@@ -1,8 +1,8 @@
-"""The axis along which sequences are cut: the collectives of every axis, and one that sends rows."""
+"""The axis along which sequences are cut: the collectives of every axis, one that sends rows, and passing round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,13 +15,38 @@ from lightning_3d.torch_internals.autograd import function_of
 
 
 class ContextAxis(MeshAxis):
-    """A mesh axis that also sends rows of tensors from any rank to any."""
+    """A mesh axis that also sends rows of tensors from any rank to any, and tensors from each rank to the next."""
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send rows (along dim 0), so many to each rank in turn; returns those that come, by rank."""
         came = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(came, rows.contiguous(), list(received), list(sent), group=self._group)
         return came
+
+    def pass_on(self, tensor: Tensor, coming: Tensor) -> Callable[[], Tensor]:
+        """Begin to send a tensor to the next rank, the first after the last, and to receive one from the rank before.
+
+        Args:
+            tensor: Contiguous; it must stay as it is until then.
+            coming: The memory for the other. Of no elements nothing is sent.
+
+        Returns:
+            Waits for both, and gives `coming`.
+        """
+        ways = ((dist.isend, tensor, self.rank + 1), (dist.irecv, coming, self.rank - 1))
+        operations = [
+            dist.P2POp(operation, moved, group=self._group, group_peer=peer % self.size)
+            for operation, moved, peer in ways
+            if moved.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            return coming
+
+        return wait
 
 
 def exchanged_rows(

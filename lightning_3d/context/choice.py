@@ -3,6 +3,7 @@
     another dim     an all-to-all: heads or channels are cut, and each rank has the whole sequence of its own. For
                     attention this is DeepSpeed-Ulysses (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509)
     each            an all-gather of some operands, as of keys and values, while others stay slices
+    stay            keys and values pass round while the call is made (`ring`)
     whole           every rank makes the whole call
 
 Of the ways on which a call is local the one that sends the fewest bytes is taken. A way is tried on stand-ins, which
@@ -76,6 +77,7 @@ def cheapest(
         found = local(trial) if any(isinstance(tensor, ShardedTensor) for tensor in trial.tensors) else None
         if found is None or isinstance(found.result, Replicate):
             continue
+        cost += found.sends
         results = found.result if isinstance(found.result, tuple) else (found.result,)
         if any(isinstance(at, Partial) for at in results):  # summed, and then whole on each rank
             cost += 3 * _result_bytes(call) * (axis.size - 1) / axis.size

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_3d.config.context import AttentionWay
+from lightning_3d.context.attention import BY_WAY, attends_on_slices, refused
 from lightning_3d.context.axis import ContextAxis, comes_of_weights, with_gradient_times
-from lightning_3d.context.choice import Sequences, Target, cheapest
+from lightning_3d.context.choice import Local, Sequences, Target, cheapest
 from lightning_3d.context.rows import MOVES, Moved, as_move
 from lightning_3d.context.rules import RULES as OWN_RULES
 from lightning_3d.context.rules import take_one_row
@@ -36,6 +38,7 @@ from lightning_3d.sharding.rules.function import MEMORY, ON_WHOLE, Function, map
 from lightning_3d.sharding.rules.generic import generic
 from lightning_3d.sharding.rules.table import RULES
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
+from lightning_3d.torch_internals.attention_kernels import allowed_kernels
 from lightning_3d.torch_internals.autograd import calls_backward_hooks
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction, no_dispatch_modes
 from lightning_3d.torch_internals.fsdp import is_hook_of_fsdp, passes_tensors_on
@@ -64,6 +67,7 @@ class ContextInterpreter(Interpreter):
 
     Args:
         axis: The axis that sequences are cut over.
+        attention: The way of attention on slices.
     """
 
     shards_weights = False
@@ -72,8 +76,9 @@ class ContextInterpreter(Interpreter):
 
     axis: ContextAxis
 
-    def __init__(self, axis: ContextAxis) -> None:
+    def __init__(self, axis: ContextAxis, attention: AttentionWay = "auto") -> None:
         super().__init__(axis)
+        self._attention: AttentionWay = attention
         self.sequences = Sequences(lengths=frozenset(), batch=0)
         self._ways: dict[tuple[Any, ...], Sequence[Target] | None] = {}  # by what is known of a call
         self._moves: dict[tuple[Any, ...], Moved | None] = {}
@@ -168,9 +173,8 @@ class ContextInterpreter(Interpreter):
 
     def _ready(self, call: TorchCall, fixed: Tensor | None = None) -> tuple[TorchCall, LocalCall] | None:
         """The call with its operands where it is local, and how it is made; None if it is local nowhere."""
-        way = self._known(
-            self._ways, call, lambda call: cheapest(call, self.axis, self._local, self.sequences, fixed), fixed
-        )
+        form = self._form(call)
+        way = self._known(self._ways, call, lambda call: cheapest(call, self.axis, form, self.sequences, fixed), fixed)
         if way is None:
             return None
         targets = iter(way)
@@ -186,9 +190,16 @@ class ContextInterpreter(Interpreter):
 
         if any(target is not None for target in way):
             call = call.mapped(moved)
-        local = self._local(call)
+        local = form(call)
         assert local is not None, "it was on stand-ins that lie alike"
         return call, local
+
+    def _form(self, call: TorchCall) -> Local:
+        """How a call may be made: attention on slices in the way that the settings name."""
+        if self._attention == "auto" or not attends_on_slices(call):
+            return self._local
+        rule = BY_WAY[self._attention]
+        return lambda moved: rule(moved, self.axis)
 
     def _known(
         self,
@@ -201,7 +212,7 @@ class ContextInterpreter(Interpreter):
             lambda tensor: _Shown((tuple(tensor.shape), tensor.dtype, placement_of(tensor), tensor is fixed)),  # type: ignore[arg-type,return-value]
             (call.args, call.kwargs),
         )
-        key = (call.function, repr(described), self.sequences)
+        key = (call.function, repr(described), self.sequences, allowed_kernels())
         if len(answers) >= _MAX_ANSWERS:  # batches of ever new lengths
             answers.clear()
         if key not in answers:
@@ -221,6 +232,8 @@ class ContextInterpreter(Interpreter):
         """Every rank makes the whole call, and goes on with its slice of results as long as an operand's cut dim."""
         if call.name in MEMORY:
             return self._other(call)  # which raises
+        if self._attention != "auto" and attends_on_slices(call):
+            raise refused(call, self._attention, self.axis)
         cuts = {
             (tensor.placement, tensor.shape[tensor.placement.dim])
             for tensor in (call.tensors if call.name not in ON_WHOLE else ())

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.context.ring import attend_in_ring
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD, Placement, Shard
 from lightning_3d.sharding.rules.attention import Attention
@@ -109,5 +110,5 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "__getitem__": (take_one_row,),
     "__setitem__": (set_where,),
     "select": (take_one_row,),
-    "scaled_dot_product_attention": (attend_own_queries,),
+    "scaled_dot_product_attention": (attend_in_ring, attend_own_queries),
 }

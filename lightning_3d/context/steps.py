@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_3d.config.context import ContextConfig
 from lightning_3d.context.axis import ContextAxis
 from lightning_3d.context.choice import Sequences
 from lightning_3d.context.interpreter import ContextInterpreter
@@ -40,11 +41,14 @@ class ContextSteps:
         module: The user's module.
         blocks: Its blocks by FQN, which cut what they get.
         axis: The axis that sequences are cut over.
+        config: How.
     """
 
-    def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module], axis: ContextAxis) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: Mapping[str, nn.Module], axis: ContextAxis, config: ContextConfig
+    ) -> None:
         self._module, self._axis = module, axis
-        self._interpreter = ContextInterpreter(axis)
+        self._interpreter = ContextInterpreter(axis, config.attention)
         self._is_running = self._has_sequence = False
         self._seen: dict[str, list[str]] = {}  # what blocks got that is no sequence
         self._cutters = [(block, functools.partial(self._sliced, fqn)) for fqn, block in blocks.items()]

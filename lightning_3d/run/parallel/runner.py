@@ -83,7 +83,8 @@ def _context(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]) -
     if context.mesh.shape.cp == 1:
         return None
     axis = ContextAxis(context.mesh.axis("cp"))
-    return ContextSteps(context.module, {block.fqn: blocks[block.fqn] for block in plan.blocks}, axis)
+    of_plan = {block.fqn: blocks[block.fqn] for block in plan.blocks}
+    return ContextSteps(context.module, of_plan, axis, context.config.context)
 
 
 def _inline(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module], router: Router, zero: Zero) -> InlineStep:

@@ -101,6 +101,9 @@ class LocalCall:
     offsets: tuple[int, ...] = ()
     """Where the results begin along the sharded dim of the only tensor, if they are pieces of it."""
 
+    sends: int = 0
+    """Bytes that a rank sends while it computes, beside those for operands and sums."""
+
     epilogue: Callable[[Tensor], Any] | None = None
     """A further call on the result, such as adding a bias to the sum."""
 

@@ -1,0 +1,34 @@
+"""The settings of context parallel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lightning_3d.config.checks import check_values
+
+AttentionWay = Literal["auto", "ulysses", "ring", "gather"]
+"""How queries of one slice of a sequence meet the keys and values of all slices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextConfig:
+    """How steps run on slices of sequences, with ``context_parallel_size`` above 1."""
+
+    section: ClassVar[str] = "context"
+
+    attention: AttentionWay = "auto"
+    """How ``F.scaled_dot_product_attention`` is made of queries, keys and values that are all cut along the sequence.
+
+    * ``"ulysses"``: heads are cut in place of the sequence, by an all-to-all of each operand and of the output
+      (Jacobs et al. 2023). The ranks must divide the heads of queries, keys and values.
+    * ``"ring"``: keys and values pass round the ranks while each attends to those that it has (Liu et al. 2023). Under
+      a causal mask or none, without dropout.
+    * ``"gather"``: every rank gathers all keys and values, under any mask, without dropout.
+    * ``"auto"``: for each call the way that sends the fewest bytes in the forward: ``"ulysses"`` or ``"gather"``, and
+      the ring in place of the latter where it can serve.
+
+    A call that the named way can't serve is refused. Other calls go where it costs least, whatever this says."""
+
+    def __post_init__(self) -> None:
+        check_values(self)
