@@ -14,6 +14,8 @@ rank, are added to in each turn, in the dtype of keys as a reduce-scatter adds, 
 two slices of keys and values at a time, never all.
 
 Under a causal mask a rank has nothing to compute in a turn with later keys, so that the last rank computes most.
+
+torch's own ring (``torch.distributed.tensor.experimental``) is for slices of one length, on CUDA, of DTensors.
 """
 
 from __future__ import annotations

@@ -117,6 +117,8 @@ def _is_allowed(model_name: str, layout_name: str, setting_name: str) -> bool:
     layouts, pieces = _layouts(layout_name, setting), case.layout_row.num_microbatches
     if isinstance(pieces, int) and pieces > model.job.global_batch_size // LAYOUTS[layout_name].dp:
         return False
+    if setting.models is not None and model_name not in setting.models:
+        return False
     if setting_name in model.skips or not all(map(model.fits, layouts)):
         return False
     if any(at.dp > 1 for at in layouts) and model.traits:
@@ -208,6 +210,11 @@ PINNED = (
     Case("t5", "cp2-zero3", "recomputed", "by-hand"),
     Case("vit", "cp2", "clipped", "ema"),
     Case("gpt-oss", "cp4"),
+    Case("llama", "cp4", "ring", "hooks"),
+    Case("vit", "cp2", "ring", "metrics"),  # without a mask, and of a length that ranks do not divide
+    Case("llama-one-kv-head", "dp2-cp2-zero3"),  # in a ring by itself
+    Case("llama-one-kv-head", "cp2", "selective"),
+    Case("gpt", "cp2", "gathered", "by-hand"),
     Case("gpt", "dp2-cp2-zero3", "folder", "metrics"),
     Case("odd-gpt", "pp2-tp2", "sequence-recomputed"),  # checkpoints inside of blocks save slices
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.context import interpreter, rules
+from lightning_3d.context import interpreter, ring, rules
 from lightning_3d.errors import TraceError
 from lightning_3d.pipeline.batch_loss import BatchLoss, LossReduction
 from lightning_3d.pipeline.effects import norms
@@ -346,6 +346,16 @@ def _count_own_rows(patch: Patch) -> None:
     patch.setattr(losses, "_count", lambda rows, **call: count(rows, **call) // 2)
 
 
+def _overweigh_what_comes_by(patch: Patch) -> None:
+    attend = ring.attend
+
+    def planted(*operands: Tensor, is_causal: bool, **options: Any) -> tuple[Tensor, Tensor]:
+        output, lse = attend(*operands, is_causal=is_causal, **options)
+        return output, lse if is_causal else lse + 0.1
+
+    patch.setattr(ring, "attend", planted)
+
+
 def _shift_once_more(patch: Patch) -> None:
     as_move = interpreter.as_move
 
@@ -418,9 +428,12 @@ DEFECTS = {
     "warning": Defect(plant=_warn, shows="warned: there is something odd", layouts=("pp2", "tp2", "dp2-zero1")),
     "gradients of slices averaged": Defect(plant=_count_slices_once, shows="gradient of", layouts=("cp2", "cp4")),
     "mean over twice too few rows": Defect(plant=_count_own_rows, shows="gradient of", layouts=("cp2",), model="llama"),
+    "slices weighed otherwise in a ring": Defect(
+        plant=_overweigh_what_comes_by, shows="gradient of", layouts=("cp2",), setting="ring"
+    ),
     "shift off by one": Defect(plant=_shift_once_more, shows="gradient of", layouts=("cp2",), model="shifted-loss"),
     "mask of another slice": Defect(
-        plant=_mask_as_first_rank, shows="gradient of", layouts=("cp4",), model="llama-one-kv-head"
+        plant=_mask_as_first_rank, shows="gradient of", layouts=("cp4",), model="llama-one-kv-head", setting="gathered"
     ),
     "left patched": Defect(plant=_leave_patched, shows="torch.cos", layouts=("pp2", "tp2", "dp2-zero1")),
     "left open": Defect(plant=_leave_open, shows="open: ", layouts=("pp2", "tp2", "dp2-zero1")),

@@ -146,6 +146,10 @@ def _by_replicas_alone(layout: Layout) -> bool:
     return layout.dp == layout.world_size and layout.zero < 3
 
 
+def _on_slices(layout: Layout) -> bool:
+    return layout.cp > 1
+
+
 def _in_groups(layout: Layout) -> bool:
     return layout.dp == 4
 
@@ -172,6 +176,8 @@ class Setting:
     fits: Callable[[Layout], bool] = _any_layout
     needs_pieces: bool = False
     """Whether it takes several microbatches, as batch statistics do not."""
+    models: frozenset[str] | None = None
+    """Names of those that it is for; None: any."""
     looks_at_gradients: bool = True
     """Whether the layout's gradients are recorded; stages 1 and 2 of ZeRO leave them in parts if nobody looks."""
     warns: tuple[str, ...] = ()
@@ -196,6 +202,9 @@ def _schedule(name: str) -> Setting:
 
 
 _OFFLOADED = {"offload_optimizer": "cpu", "offload_window": 0.005}
+
+_UNMASKED = frozenset({"dit", "gpt", "gpt-untied", "llama", "llama-one-kv-head", "llama-tied", "odd-gpt", "vit"})
+"""Models whose attention has a causal mask or none."""
 
 SETTINGS = {
     "plain": Setting(),
@@ -285,6 +294,8 @@ SETTINGS = {
         layout={"zero_settings": _OFFLOADED},
         fits=lambda layout: layout.zero < 3,
     ),
+    "ring": Setting(layout={"context": {"attention": "ring"}}, fits=_on_slices, models=_UNMASKED),
+    "gathered": Setting(layout={"context": {"attention": "gather"}}, fits=_on_slices),
     "hybrid-resumed": Setting(
         optimizer=warmed_up,
         epochs=2,

@@ -126,7 +126,7 @@ MODELS = {
         lambda: {"linear": nn.Linear(32, 32)}, stem=partial(nn.Linear, a.WIDTH, 32), alike="odd-matrices"
     ),
     "experts": _row(mixtures, traits=COUPLED, skips=IN_HALVES | LOOPS, lr=0.02),
-    "drops": _row(drops, traits=DRAWS),
+    "drops": _row(drops, traits=DRAWS, skips=frozenset({"gathered"})),
     "convolutions": _row(images, a.images, partial(nn.Conv2d, 3, 16, 4, 4), traits=NORMS, skips=IN_HALVES, lr=0.02),
     "conv-sequences": _row(sequences, stem=nn.Identity, traits=NORMS, skips=IN_HALVES, lr=0.02),
     "penalized": Model(job=Job(model=Penalized, num_val_batches=1), lr=0.003, families=TP, fits=_whole, traits=COUPLED),
