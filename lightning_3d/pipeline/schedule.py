@@ -191,7 +191,7 @@ class _Stage(ShapedStage):
             is_unsplit=is_unsplit,
         )
 
-    def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+    def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[object]:
         if self.recorder is None:
             return named("stage", self.stage_index, kind, microbatch)
         return self.recorder.measure(kind, self.stage_index, microbatch)
