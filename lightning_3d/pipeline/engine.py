@@ -158,7 +158,7 @@ class PipelineEngine:
         number: int,
         backward: bool,
         loss_scale: float = 1.0,
-    ) -> Any:
+    ) -> object:
         """Run ``module.<name>(batch, *rest)`` in microbatches on all stages.
 
         Args:
@@ -206,7 +206,7 @@ class PipelineEngine:
         if failed is not None:
             raise failed
 
-    def _apply(self, reports: list[StageReport]) -> Any:
+    def _apply(self, reports: list[StageReport]) -> object:
         """Do on all stages what the step did, and return what it returned."""
         reports = share(
             reports,
@@ -232,7 +232,7 @@ class PipelineEngine:
             dist.barrier(self._group)
 
     def _begin(
-        self, name: str, batch: Any, rest: Sequence[Any], everyone: dist.ProcessGroup | None, **settings: Any
+        self, name: str, batch: object, rest: Sequence[object], everyone: dist.ProcessGroup | None, **settings: Any
     ) -> tuple[PipelineStep, Schedule | None]:
         """The step and its schedule; where this replica can't begin it, a step that has failed.
 
@@ -252,7 +252,7 @@ class PipelineEngine:
             return step, schedule
 
     def _split(
-        self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any
+        self, name: str, batch: object, rest: Sequence[object], *, backward: bool, **settings: Any
     ) -> tuple[PipelineStep, Schedule]:
         """Split the batch, and decide how the step is made of its microbatches; alike on all ranks of the replica."""
         planned = self._plan.num_microbatches

@@ -22,7 +22,7 @@ from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.pipeline.glue_seen import HandedOver
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router, StepMode
@@ -44,11 +44,11 @@ class StageExit(BaseException):
     """
 
 
-Draw = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any]
+Draw = Callable[[AnyCallable, Args, Kwargs], object]
 """Makes a call of glue on the batch alone, which may draw random numbers."""
 
 
-def plain_call(func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def plain_call(func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
     """Make it as it is."""
     return func(*args, **kwargs)
 
@@ -129,7 +129,7 @@ class StageRun(StepMode):
         is_changing = storage_id(tensor.untyped_storage()) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 
-    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def on_function(self, func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         leaves, with_leaves = flatten_call(args, kwargs)
         name = getattr(func, "__name__", str(func))
         self._check_ghosts(leaves, name)
@@ -138,39 +138,35 @@ class StageRun(StepMode):
         if not any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in leaves):
             return self._draw(func, args, kwargs)
 
-        def run(values: list[object]) -> Any:
+        def run(values: list[object]) -> object:
             value_args, value_kwargs = with_leaves(values)
             return func(*value_args, **value_kwargs)
 
         return self._on_call(name, False, leaves, run)
 
-    def on_hidden_function(
-        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
-        def on_plain(*args: object, **kwargs: object) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: Args, kwargs: Kwargs) -> object:
+        def on_plain(*args: object, **kwargs: object) -> object:
             args, kwargs = tree_map(partial(made, reader=name), (args, kwargs))
             return call(*args, **kwargs)
 
         return super().on_hidden_function(name, on_plain, args, kwargs)
 
-    def on_block(
-        self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    def on_block(self, runner: BlockRunner, call: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         fqn, block = runner.fqn, runner.block
         leaves, with_leaves = flatten_call(args, kwargs)
         self._check_ghosts(leaves, fqn)
         side = SideOutputs() if self._expected is None else self._expected.side
         kept = self._flow.trace.kept_hooks.get(fqn, frozenset())
 
-        def run_block(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        def run_block(args: Args, kwargs: Kwargs) -> object:
             if self.is_checkpointing:
                 return checkpoint(lambda *args: call(*args, **kwargs), *args, use_reentrant=False)
             return call(*args, **kwargs)
 
-        def run(values: list[object]) -> Any:
+        def run(values: list[object]) -> object:
             with hooks_noted(block, kept) as noted:
 
-                def forward_and_pack(forward: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+                def forward_and_pack(forward: AnyCallable, args: Args, kwargs: Kwargs) -> object:
                     output = forward(*args, **kwargs)
                     if tuple(note.call for note in noted) != side.hooks:
                         raise self._changed(f"{fqn} made other calls of forward hooks")
@@ -193,7 +189,9 @@ class StageRun(StepMode):
         calls = self._flow.trace.calls
         return calls[self._position] if self._position < len(calls) else None
 
-    def _on_call(self, name: str, is_block: bool, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
+    def _on_call(
+        self, name: str, is_block: bool, leaves: list[object], run: Callable[[list[object]], object]
+    ) -> object:
         call = self._expected
         if call is None and (reader := self._flow.trace.stopped_by) is not None:
             if is_block:
@@ -222,8 +220,8 @@ class StageRun(StepMode):
         self._leave_if_done()
         return answer
 
-    def _skip(self, call: TracedCall, leaves: list[object]) -> Any:
-        def make(position: int, result: Result) -> Any:
+    def _skip(self, call: TracedCall, leaves: list[object]) -> object:
+        def make(position: int, result: Result) -> object:
             if result.tensor is None:
                 return result.constant
             ghost = Ghost(self._flow.trace.tensors[result.tensor])
@@ -236,7 +234,7 @@ class StageRun(StepMode):
         self._retag(call.aliased)
         return tree_unflatten(answer, call.spec)
 
-    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[object]], object]) -> object:
         values = [self._value(leaf) for leaf in leaves]
         self._check_at_hand(values, call)
         changing = [leaves[position] for position in call.mutated if leaves[position] not in self._ids]
@@ -251,7 +249,7 @@ class StageRun(StepMode):
         if len(outputs) != len(call.results) or spec != call.spec:
             raise self._changed(f"{call.name} returned another structure")
 
-        def make(position: int, result: Result) -> Any:
+        def make(position: int, result: Result) -> object:
             output = outputs[position]
             if result.tensor is not None:
                 if output.shape != self._flow.trace.tensors[result.tensor].shape:

@@ -35,9 +35,9 @@ class StageReport:
     """The outcome of a step on the whole batch, as far as a stage knows it."""
 
     stage: int
-    output: Any
+    output: object
     """The step's return value, joined over microbatches; None except from the last stage."""
-    effects: Sequence[Any]
+    effects: Sequence[object]
     """By effect, in order: what it did, joined over microbatches."""
 
 
@@ -77,7 +77,7 @@ class PipelineStep:
     """Counts the steps, for their random numbers."""
     backward: bool
     loss_scale: float
-    outputs: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, object] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
     unseen: list[UnseenError] = field(default_factory=list)
     """By run of a microbatch that did otherwise than those that were studied; the step fails when all have run."""
@@ -112,7 +112,7 @@ class PipelineStep:
                 self.fail(Failure(error=error, microbatch=index, stage=stage))
         return self._zeros(stage, index, received)
 
-    def _zeros(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
+    def _zeros(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Zeros, as a stage sends them that has failed."""
         if stage == self.stages.last:
             return loss_to_come(received, lambda: [None] * len(received)) if self.backward else ()
@@ -184,7 +184,7 @@ class PipelineStep:
         ]  # of leaves autocast would keep copies, as of weights
         return self.stages.rank_module(partial(self._run_inside, stage, index, part, flow), *repeats_per_sample)
 
-    def _run_inside(self, stage: int, index: int, part: StepCall, flow: StageFlow, *received: Tensor) -> Any:
+    def _run_inside(self, stage: int, index: int, part: StepCall, flow: StageFlow, *received: Tensor) -> object:
         counts = self.loss_code is None or part is self.loss_code.call
         is_end = stage == flow.num_stages - 1
         context = StepContext(
@@ -192,7 +192,7 @@ class PipelineStep:
         )
         effects = self.stages.effects
 
-        def call() -> Any:
+        def call() -> object:
             return part.run(self.stages.module), effects.collect(context)
 
         randomness = partial(self.stages.randomness.block, self.number, index)
