@@ -99,8 +99,8 @@ class BlockRunner:
         """Makes the context of a call that moves what its backward needs to the host."""
         self.pipeline_exchange: Callable[[BlockRunner, AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
-        self.sliced: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-        """Cuts what a call gets along its sequence, where ranks share that."""
+        self.sliced: Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """Makes calls on what they get, cut along its sequence, where ranks share that."""
         self.sync_check: Callable[[str], None] | None = None
         """Called before its forward where that takes other ranks; raises if they run something else."""
         self.lazy: AnyCallable | None = None
@@ -313,8 +313,9 @@ class BlockRunner:
         return lambda *args, **kwargs: recomputed(call, args, kwargs)
 
     def _compute(self, *args: object, **kwargs: object) -> Any:
-        if self.sliced is not None:
-            args, kwargs = self.sliced(args, kwargs)
+        return self._run(*args, **kwargs) if self.sliced is None else self.sliced(self._run, args, kwargs)
+
+    def _run(self, *args: object, **kwargs: object) -> Any:
         forward_wrapper = self._take_forward_wrapper()
         if self.compiled is not None:
             try:
