@@ -21,6 +21,7 @@ from lightning_3d.context.choice import Sequences
 from lightning_3d.context.interpreter import ContextInterpreter
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import running
+from lightning_3d.model.pytrees import with_replaced_leaves
 from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.placement import REPLICATE, chunked
 from lightning_3d.sharding.sealed_tensor import SealedTensor, opened, sealed
@@ -28,7 +29,7 @@ from lightning_3d.sharding.sharded_tensor import ShardedTensor, change_kept
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
-from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
+from lightning_3d.torch_internals.pytree import tree_map
 
 SEQUENCE_DIM = 1
 """The dim of the sequence in activations of shape (B, T, D)."""
@@ -135,8 +136,11 @@ class ContextSteps:
         args, kwargs = self._sliced(fqn, args, kwargs)
         if not self._is_running or running(block).sharded is None:
             return call(*args, **kwargs)
-        args, kwargs = tree_map_only(ShardedTensor, sealed, (args, kwargs))
-        return tree_map_only(SealedTensor, opened, call(*args, **kwargs))
+        args, kwargs = with_replaced_leaves((args, kwargs), sealed)  # also in lists and dicts that the block may fill
+        try:
+            return with_replaced_leaves(call(*args, **kwargs), opened)
+        finally:
+            with_replaced_leaves((args, kwargs), opened)
 
     def _sliced(
         self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]
