@@ -89,6 +89,11 @@ class BlockCost:
         parts |= {name: parts[name] + whole for name in ("forward", "forward_alone", "backward", "returned")}
         return BlockCost(**parts)
 
+    def of_slice(self, number: int) -> BlockCost:
+        """That of each of a number of ranks that share out the sequence, about: all but its weights and its calls."""
+        parts = {name: -(-value // number) for name, value in vars(self).items()}
+        return BlockCost(**{**parts, "casts": self.casts, "num_calls": self.num_calls})
+
 
 def block_costs(
     blocks: Mapping[str, nn.Module],

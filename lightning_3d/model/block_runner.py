@@ -39,7 +39,7 @@ from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.fsdp import is_refusal_of_changes
 from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler, parameters_of
 from lightning_3d.torch_internals.profiling import named
-from lightning_3d.torch_internals.pytree import Args, Arguments, Kwargs
+from lightning_3d.torch_internals.pytree import Args, Kwargs
 
 _FORWARD = "forward"
 
@@ -100,8 +100,8 @@ class BlockRunner:
         """Makes the context of a call that moves what its backward needs to the host."""
         self.pipeline_exchange: Callable[[BlockRunner, AnyCallable, Args, Kwargs], object] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
-        self.sliced: Callable[[Args, Kwargs], Arguments] | None = None
-        """Cuts what a call gets along its sequence, where ranks share that."""
+        self.sliced: Callable[[AnyCallable, Args, Kwargs], object] | None = None
+        """Makes calls on what they get, cut along its sequence, where ranks share that."""
         self.sync_check: Callable[[str], None] | None = None
         """Called before its forward where that takes other ranks; raises if they run something else."""
         self.lazy: AnyCallable | None = None
@@ -314,8 +314,9 @@ class BlockRunner:
         return lambda *args, **kwargs: recomputed(call, args, kwargs)
 
     def _compute(self, *args: object, **kwargs: object) -> object:
-        if self.sliced is not None:
-            args, kwargs = self.sliced(args, kwargs)
+        return self._run(*args, **kwargs) if self.sliced is None else self.sliced(self._run, args, kwargs)
+
+    def _run(self, *args: object, **kwargs: object) -> object:
         forward_wrapper = self._take_forward_wrapper()
         if self.compiled is not None:
             try:

@@ -65,6 +65,7 @@ class StageRun(StepMode):
         draw: Makes the calls that get no tensors of blocks.
         ends_in_trace: Whether the loss is to be made before the trace is stopped by code that reads data of blocks.
         handed: Notes what glue computes from the batch alone for the calls of the trace.
+        whole: Gives a tensor that is sent as other stages get it, where ranks have slices of it.
     """
 
     has_replicas = True
@@ -80,10 +81,11 @@ class StageRun(StepMode):
         *,
         ends_in_trace: bool = False,
         handed: HandedOver | None = None,
+        whole: Callable[[Tensor], Tensor] = made,
     ) -> None:
         super().__init__(router)
         self._draw = draw if handed is None else partial(handed.call, draw)
-        self._ends_in_trace, self._handed = ends_in_trace, handed
+        self._ends_in_trace, self._handed, self._full = ends_in_trace, handed, whole
         router.guard(flow.trace.unsent_attributes)
         self._randomness = randomness
         self._flow, self._stage = flow, stage
@@ -125,7 +127,7 @@ class StageRun(StepMode):
 
     def _sendable(self, tensor: Tensor) -> Tensor:
         """A tensor that stays as it is while it is sent."""
-        tensor = made(tensor)
+        tensor = self._full(tensor)
         is_changing = storage_id(tensor.untyped_storage()) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_3d.context.steps import ContextSteps
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.pipeline.attempt import Failure
 from lightning_3d.pipeline.batch_loss import LossReduction
@@ -23,6 +24,7 @@ from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.pipeline.whole_loss_code import WholeLossCode, loss_to_come
 from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
@@ -56,6 +58,8 @@ class Stages:
     effects: StepEffects
     merger: Merger
     randomness: StepRandomness
+    context: ContextSteps | None
+    """Runs stages on slices of sequences, where ranks share these."""
     sit_out: Callable[[Sequence[str]], bool]
     """Told which blocks would run now, by FQN, in the collectives of whose weights this rank takes part for others;
     returns whether it can."""
@@ -199,11 +203,22 @@ class PipelineStep:
         router = self.stages.router
         ends_in_trace, draw = self.decision.ends_in_trace, self._draw(stage, index)
         handed = self._handed(stage, part)
-        run = StageRun(router, flow, stage, received, randomness, draw, ends_in_trace=ends_in_trace, handed=handed)
+        context_steps = self.stages.context
+        run = StageRun(
+            router,
+            flow,
+            stage,
+            received,
+            randomness,
+            draw,
+            ends_in_trace=ends_in_trace,
+            handed=handed,
+            whole=made if context_steps is None else context_steps.whole,
+        )
         # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.
         kept = attributes_kept(router.blocks, flow.trace.block_side_effects if stage > self.stages.last else ())
         with effects.microbatch(context), kept:
-            answer = run.run(call)
+            answer = run.run(call) if context_steps is None else context_steps.run(partial(run.run, call))
             if handed is not None and (unseen := handed.problem(part.name)) is not None:
                 self.unseen.append(unseen)
             output, found = answer if is_end else (answer, effects.collect(context))
