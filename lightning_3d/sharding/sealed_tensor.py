@@ -55,7 +55,8 @@ class SealedTensor(Tensor):
     def on_own(self, run: Callable[[Tensor], Tensor]) -> Tensor:
         """What `run` makes of this rank's part, sealed again; it leaves the dim alone that the part is cut along."""
         with DisableTorchFunction():
-            return sealed(ShardedTensor(run(self.sharded.own()), self.sharded.axis, self.sharded.placement))
+            made: Tensor = sealed(ShardedTensor(run(self.sharded.own()), self.sharded.axis, self.sharded.placement))
+            return made
 
 
 def sealed(tensor: Any) -> Any:
