@@ -136,7 +136,7 @@ class ContextSteps:
         args, kwargs = self._sliced(fqn, args, kwargs)
         if not self._is_running or running(block).sharded is None:
             return call(*args, **kwargs)
-        args, kwargs = with_replaced_leaves((args, kwargs), sealed)  # also in lists and dicts that the block may fill
+        args, kwargs = with_replaced_leaves((args, kwargs), self._sealed)  # also in lists and dicts that the block may fill
         try:
             return with_replaced_leaves(call(*args, **kwargs), opened)
         finally:
@@ -172,6 +172,10 @@ class ContextSteps:
         own = redistribute(tensor, self._axis, REPLICATE, at)
         return ShardedTensor(own if tensor.requires_grad else own.clone(), self._axis, at)
 
+    def _sealed(self, leaf: Any) -> Any:
+        return sealed(leaf) if isinstance(leaf, ShardedTensor) and leaf.axis is self._axis else leaf
+
     def _whole(self, leaf: Any) -> Any:
         leaf = opened(leaf)
-        return self._interpreter.whole(leaf) if isinstance(leaf, ShardedTensor) else leaf
+        is_own = isinstance(leaf, ShardedTensor) and leaf.axis is self._axis
+        return self._interpreter.whole(leaf) if is_own else leaf

@@ -34,6 +34,7 @@ from lightning_3d.sharding.placement import (
     Replicate,
     Shard,
     Sharded,
+    lengths_of,
 )
 from lightning_3d.sharding.sealed_tensor import SealedTensor
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
@@ -61,9 +62,14 @@ def redistribute(tensor: Tensor, axis: Axis, source: Placement, target: Placemen
 
 
 def _of_sealed(tensor: SealedTensor, axis: Axis, source: Placement, target: Placement, *, saves: bool) -> Tensor:
-    """The same where another axis cuts this rank's part: of its own part there, or of all where that dim changes."""
+    """The same where another axis cuts this rank's part: of its own part there.
+
+    It is of all of it where that dim changes, and where parts become uneven: ranks with other shapes may cut them in
+    other ways on the other axis, and then could not go on together.
+    """
     other, run = tensor.sharded, functools.partial(redistribute, axis=axis, source=source, target=target, saves=saves)
-    if any(isinstance(at, Sharded) and at.dim == other.placement.dim for at in (source, target)):
+    is_same_dim = any(isinstance(at, Sharded) and at.dim == other.placement.dim for at in (source, target))
+    if is_same_dim or lengths_of(target) is not None:
         with DisableTorchFunction():
             return run(redistribute(other.own(), other.axis, other.placement, REPLICATE))
     return tensor.on_own(run)
