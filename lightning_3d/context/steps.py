@@ -136,7 +136,7 @@ class ContextSteps:
         args, kwargs = self._sliced(fqn, args, kwargs)
         if not self._is_running or running(block).sharded is None:
             return call(*args, **kwargs)
-        args, kwargs = with_replaced_leaves((args, kwargs), self._sealed)  # also in lists and dicts that the block may fill
+        args, kwargs = with_replaced_leaves((args, kwargs), self._sealed)  # in lists and dicts, too
         try:
             return with_replaced_leaves(call(*args, **kwargs), opened)
         finally:
