@@ -23,7 +23,7 @@ from lightning_3d.pipeline.glue_seen import HandedOver
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from lightning_3d.torch_internals.tensors import storage_id
+from lightning_3d.torch_internals.tensors import storage_of
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router, StepMode
 from lightning_3d.trace.refusals import DIFFERENTIATING, gradient_refused, user_frame
@@ -102,7 +102,7 @@ class StageRun(StepMode):
         self._at_hand = set(flow.received(stage))  # ids of values received or made here
         self._to_send = dict.fromkeys(flow.sent(stage))
         self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
-        self._changing: dict[int, Tensor] = {}  # by storage: buffers and others that further microbatches change
+        self._changing: dict[int | None, Tensor] = {}  # by storage: buffers and others that further microbatches change
 
     def run(self, step: Callable[[], object]) -> Any:
         """Run the step.
@@ -128,7 +128,7 @@ class StageRun(StepMode):
     def _sendable(self, tensor: Tensor) -> Tensor:
         """A tensor that stays as it is while it is sent."""
         tensor = self._full(tensor)
-        is_changing = storage_id(tensor.untyped_storage()) in self._changing
+        is_changing = storage_of(tensor) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 
     def on_function(self, func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
@@ -241,7 +241,7 @@ class StageRun(StepMode):
         self._check_at_hand(values, call)
         changing = [leaves[position] for position in call.mutated if leaves[position] not in self._ids]
         changing += self._router.blocks[call.name].buffers() if call.is_block else ()
-        self._changing.update((storage_id(tensor.untyped_storage()), tensor) for tensor in changing)
+        self._changing.update((storage_of(tensor), tensor) for tensor in changing)
         replaced = [self._ids[leaves[position]] for position in call.mutated if leaves[position] in self._ids]
         for old in (*replaced, *call.aliased):  # a later stage may read the value from before this in-place call
             if old in self._made:
