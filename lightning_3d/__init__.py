@@ -71,7 +71,7 @@ def __getattr__(name: str) -> Any:
 def _late(module: str, name: str) -> Callable[..., Any]:
     """A function or class of a module that the first call loads."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return getattr(import_module(module), name)(*args, **kwargs)
 
     return call

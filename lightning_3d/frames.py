@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import CodeType, FrameType
-from typing import Any
 
 SourceLine = tuple[str, int, str]
 """File, line and function."""
@@ -60,7 +59,7 @@ def is_in_signal_handler() -> bool:
     return any(frame.f_code in codes for frame in with_callers(sys._getframe()))
 
 
-def _code_of(function: Callable[..., Any]) -> CodeType | None:
+def _code_of(function: Callable[..., object]) -> CodeType | None:
     if isinstance(function, partial):
         return _code_of(function.func)
     code: CodeType | None = getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))

@@ -48,7 +48,7 @@ def _refuse_in_twin(twin: ModuleType) -> None:
         registry.register("3d", _refuse, description="Refused: import lightning_3d before pytorch_lightning")
 
 
-def _refuse(**kwargs: Any) -> NoReturn:
+def _refuse(**kwargs: object) -> NoReturn:
     raise ConfigError(
         'strategy="3d" was given to a Trainer of pytorch_lightning, which was imported before lightning_3d, and is'
         " another package than lightning.pytorch then. Put `import lightning_3d` before what imports it, or use"

@@ -204,13 +204,13 @@ class ThreeDStrategy(Configured, ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Tells Lightning to give dataloaders a distributed sampler: one replica keeps the user's own order."""
-        return self._shape.dp > 1
+        return self._shape.size("samples") > 1
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Also before a run, for samplers that users make."""
-        return {"num_replicas": self._shape.dp, "rank": self._shape.coordinate(self.global_rank).dp}
+        return {"num_replicas": self._shape.size("samples"), "rank": self._shape.coordinate(self.global_rank).dp}
 
     @override
     def _configure_launcher(self) -> None:

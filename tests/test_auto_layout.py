@@ -27,7 +27,7 @@ from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.run.decide import auto_layout
 from lightning_3d.run.decide.dry_run import DryRun, search_layout
-from tests.models import TinyMLP, features
+from tests.models import TinyGPT, TinyMLP, features
 from tests.parity import QUIET, assert_same_state, whole_state
 from tests.workers import WorkerPools
 
@@ -108,6 +108,22 @@ def test_a_misfit_rules_out_what_takes_more() -> None:
         "takes no less memory than pipeline 2"
         in choice.refused[Layout(shape=MeshShape(pp=2, dp=4), num_microbatches=4)]
     )
+
+
+def test_sequences_are_cut_where_no_rank_has_room_for_one() -> None:
+    """A GPT of one sample of 2048 tokens: a rank has room for its weights, and for half of the activations at most."""
+    with torch.device("meta"):
+        module = TinyGPT(context=2048, width=64, num_layers=4)
+    batch = torch.zeros(1, 2048, dtype=torch.long), torch.zeros(1, 2048, dtype=torch.long)
+    config = ThreeDConfig(layout="planned", activations=ActivationsConfig(recompute="full"))
+    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(), 2)
+    plenty = search_layout(ahead, config, FAST, 4, 2**30, num_samples=1)
+    assert {layout.shape.cp for layout in (*plenty.predicted, *plenty.refused)} == {1}
+    whole = min(seen.peak for seen in plenty.predicted.values())
+    chosen = search_layout(ahead, config, FAST, 4, int(0.8 * whole), num_samples=1)
+    assert chosen.layout.shape.cp > 1
+    assert chosen.predicted[chosen.layout].peak <= 0.8 * whole
+    assert chosen.reason.startswith("no rank has room for whole sequences")
 
 
 def test_what_is_set_is_kept() -> None:

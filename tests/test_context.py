@@ -24,15 +24,14 @@ NUM_BATCHES = 2
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"tensor_parallel_size": 2, "tensor": {"sequence_parallel": True}}, "tensor.sequence_parallel=True"),
         ({"compile": {"enabled": True}}, "compile.enabled=True"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused_before_processes_start(settings: dict[str, Any], named: str) -> None:
     strategy = ThreeDStrategy(context_parallel_size=2, **settings)
     assert "context 2" in resolve_mesh_shape(strategy.config, 4).text
-    with pytest.raises(ConfigError, match=f"context_parallel_size=2 goes with data parallel .* not yet with {named}"):
+    with pytest.raises(ConfigError, match=f"context_parallel_size=2 goes with data, .* not yet with {named}"):
         L.Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
 
 
@@ -67,16 +66,33 @@ def test_attention_of_equal_heads_takes_four_all_to_alls(workers: WorkerPools) -
         assert {torch.Size(shape).numel() for shape in shapes} == {8 * 16 * 32 // 2}
 
 
-def _without_sequence() -> None:
-    fitted(Layout(cp=2), TinyMLP, data=features, batches=1, epochs=1)
+def _without_sequence(layout: Layout) -> None:
+    fitted(layout, TinyMLP, data=features, batches=1, epochs=1)
 
 
-def test_a_model_without_a_sequence_is_refused(workers: WorkerPools) -> None:
+@pytest.mark.parametrize("layout", [Layout(cp=2), Layout(pp=2, cp=2, num_microbatches=2)], ids=str)
+def test_a_model_without_a_sequence_is_refused(workers: WorkerPools, layout: Layout) -> None:
     with pytest.raises(WorkerError) as error:
-        workers(2).run(_without_sequence)
-    for rank in range(2):
+        workers(layout.world_size).run(_without_sequence, layout)
+    for rank in range(layout.world_size):
         assert "context_parallel_size=2 found no sequence to cut" in error.value.failures[rank]
-        assert "layers.0: (8, 8)" in error.value.failures[rank]
+        first = "layers.0" if rank < 2 else "layers.2"
+        assert f"{first}: ({8 // layout.pp}, " in error.value.failures[rank]
+
+
+def _moves() -> tuple[str, ...]:
+    trainer, _ = fitted(Layout(cp=2), TinyGPT, batches=1, epochs=1, limit_val_batches=0)
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    return trainer.strategy.plan.findings.slices
+
+
+def test_the_plan_tells_what_moves(workers: WorkerPools) -> None:
+    """Three operands of (8, 4, 16, 8) numbers, of which each of two ranks sends a quarter."""
+    for (line,) in workers(2).run(_moves):
+        assert line == (
+            "scaled_dot_product_attention, first in blocks.0, on slices: all-to-all to dim 1 of 3 of 3 operands;"
+            f" {3 * 8 * 4 * 16 * 8 * 4 / 4 / 1024:.1f} KiB"
+        )
 
 
 class _ChangesView(TinyGPT):

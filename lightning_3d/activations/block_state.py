@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +127,7 @@ class StateBefore:
             )
 
 
-def _structure(modules: Sequence[nn.Module]) -> list[Any]:
+def _structure(modules: Sequence[nn.Module]) -> list[object]:
     """The modules and parameters in them; FSDP2 replaces parameters as it gathers and frees them."""
     found: list[object] = [child for module in modules for child in children_of(module).values()]
     if not any(isinstance(module, FSDPModule) for module in modules):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -47,7 +47,7 @@ def is_kept() -> bool:
     return any(isinstance(mode, KEEPS_PRODUCTS) for mode in dispatch_modes())
 
 
-def unseen_by_checkpoints() -> AbstractContextManager[Any]:
+def unseen_by_checkpoints() -> AbstractContextManager[object]:
     """Inside, the user's selective checkpoint sees no operators: it would keep buffers that a collective fills later,
     and it tells the calls of both runs by their numbers, so that it may not see what is made once.
     """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS, observer_r
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import version_of
 
-Hook = Callable[..., Any]
+Hook = Callable[..., object]
 Place = tuple[int, int]
 """Index of a registry, and the key of a hook in it."""
 
@@ -78,7 +77,7 @@ class ObservingHooks:
                     registry[key] = hook
 
     def _watched(self, hook: Hook, place: Place) -> Hook:
-        def watched(module: nn.Module, *args: object) -> Any:
+        def watched(module: nn.Module, *args: object) -> object:
             before, drawn_from = _state(module, args), self._generators.states()
             answer = hook(module, *args)
             if answer is not None or _state(module, args) != before or not self._generators.are_at(drawn_from):

@@ -35,7 +35,7 @@ from lightning_3d.torch_internals.autograd import (
     next_node_number,
 )
 from lightning_3d.torch_internals.modules import parameters_of
-from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.pytree import Args, Arguments, Kwargs, tree_leaves
 from lightning_3d.torch_internals.tensors import are_transforms_active, storage_of, untransformed, version_of
 
 _NOT_COMPILED = (
@@ -62,7 +62,7 @@ class Recomputation:
         block: nn.Module,
         mode: Literal["full", "selective"],
         generators: Generators,
-        whole: Callable[[Any], Any] = lambda leaf: leaf,
+        whole: Callable[[object], Any] = lambda leaf: leaf,
         inputs: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep: Save = SavedTensor,
     ) -> None:
@@ -74,7 +74,7 @@ class Recomputation:
         self.checkpoints_itself = False
 
     @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
-    def __call__(self, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, call: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         """Make a call of the block."""
         stands_aside = self.checkpoints_itself or is_in_backward() or is_checkpointing()
         if stands_aside or not torch.is_grad_enabled() or are_transforms_active() or self._has_other_weights():
@@ -99,9 +99,9 @@ class Recomputation:
 class _Run:
     """One forward of a block, and its recomputations."""
 
-    def __init__(self, owner: Recomputation, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, owner: Recomputation, call: AnyCallable, args: Args, kwargs: Kwargs) -> None:
         self._owner, self._call = owner, call
-        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until the forward has run
+        self._given: Arguments | None = (args, kwargs)  # until the forward has run
         leaves, self._with_leaves = flatten_call(args, kwargs)
         self._leaves = [owner.whole(leaf) for leaf in leaves]
         firsts: dict[Hashable, int] = {}
@@ -111,19 +111,19 @@ class _Run:
         self._hooks = ObservingHooks(owner.modules, owner.generators)
         self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
 
-    def saved(self) -> list[Any]:
+    def saved(self) -> list[object]:
         """Leaves of the arguments for the recomputation: copies of what the forward may change."""
         known = self._owner.changed_inputs
         saved = [_copied(leaf) if known is None or i in known else leaf for i, leaf in enumerate(self._leaves)]
-        return cast(list[Any], as_called(saved))
+        return cast(list[object], as_called(saved))
 
-    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Around the forward, and around its recomputations."""
         if self._results is None:
             return nullcontext(), nullcontext()
         return self._results, self._results.giving()
 
-    def __call__(self, *saved: Any) -> Any:
+    def __call__(self, *saved: Any) -> object:
         if self._given is None:
             return self._again(saved)
         (args, kwargs), self._given = self._given, None
@@ -159,40 +159,40 @@ class _Run:
                     " activations.blocks."
                 )
 
-    def _again(self, saved: Sequence[Any]) -> Any:
+    def _again(self, saved: Sequence[Any]) -> object:
         made = [saved[i].clone() if i in self.changed_inputs else _apart(saved[i]) for i in range(len(saved))]
-        args, kwargs = self._with_leaves(cast(list[Any], as_called([made[first] for first in self._same])))
+        args, kwargs = self._with_leaves(as_called([made[first] for first in self._same]))
         with self._state.back(), self._hooks.left_out(self._owner.fqn):
             return self._call(*args, **kwargs)
 
 
-def _is_versioned(leaf: Any) -> bool:
+def _is_versioned(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
-def _place(leaf: Any) -> Hashable:
+def _place(leaf: object) -> Hashable:
     """Equal for a tensor that is given several times."""
     if type(leaf) is not Tensor or (storage := storage_of(leaf)) is None:
         return id(leaf)
     return storage, int(leaf.storage_offset()), leaf.shape, leaf.stride(), leaf.dtype
 
 
-def _shares_memory(one: Tensor, other: Any) -> bool:
+def _shares_memory(one: Tensor, other: object) -> bool:
     return isinstance(other, Tensor) and storage_of(one) is not None and storage_of(one) == storage_of(other)
 
 
-def _copied(leaf: Any) -> Any:
+def _copied(leaf: object) -> object:
     if type(leaf) is not Tensor:
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
-def _apart(leaf: Any) -> Any:
+def _apart(leaf: object) -> object:
     """The tensor without history: a hook that the block registers on its argument would run twice."""
     return leaf.detach().requires_grad_() if type(leaf) is Tensor and leaf.requires_grad else leaf
 
 
-def _is_other(copy: Any, leaf: Any) -> bool:
+def _is_other(copy: Any, leaf: object) -> bool:
     """Whether a tensor has other values than the copy that was kept of it, as far as torch can tell."""
     if type(leaf) is not Tensor or copy is leaf or leaf.layout is not torch.strided or leaf.is_nested:
         return False

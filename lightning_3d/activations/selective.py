@@ -38,7 +38,7 @@ from lightning_3d.torch_internals.dispatch import (
     schema_of,
     written_arguments,
 )
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_leaves, tree_map, tree_map_only
 from lightning_3d.torch_internals.tensors import storage_id
 
 _NAMES = (
@@ -95,12 +95,14 @@ class KeptResults(CollectiveMode):
         super().__init__()
         self._keep = keep
         self._numbers = Counter[Operator | None]()
-        self._kept: dict[Call, Callable[[], Any]] = {}
+        self._kept: dict[Call, Callable[[], object]] = {}
         self._by_storage: dict[int, list[Call]] = defaultdict(list)
         self._products: dict[Call, Call] = {}  # of collectives that used up the result of another call
-        self._unread: tuple[Call, Any] | None = None  # the newest results, while nothing but views has read them
+        self._unread: tuple[Call, object] | None = None  # the newest results, while nothing but views has read them
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func in _VIEWS:
             return func(*args, **kwargs)
@@ -129,14 +131,14 @@ class KeptResults(CollectiveMode):
         self._numbers[operator] += 1
         return operator, self._numbers[operator]
 
-    def _put(self, call: Call, results: Any) -> None:
+    def _put(self, call: Call, results: object) -> None:
         saved = tree_map(lambda leaf: _Kept(self._keep(leaf)) if isinstance(leaf, Tensor) else leaf, results)
         self._kept[call] = lambda: tree_map_only(_Kept, lambda leaf: alias_below_autograd(leaf.tensor()), saved)
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor):
                 self._by_storage[_storage(leaf)].append(call)
 
-    def _copy_before(self, changed: list[Any]) -> None:
+    def _copy_before(self, changed: list[object]) -> None:
         """Copy what is kept in the memory of tensors that are about to change; a recomputation changes it as well."""
         for leaf in changed:
             for call in self._by_storage.pop(_storage(leaf), ()) if isinstance(leaf, Tensor) else ():
@@ -156,7 +158,7 @@ class KeptResults(CollectiveMode):
         )
         return call
 
-    def end(self, output: Any) -> None:
+    def end(self, output: object) -> None:
         """Keep nothing that a block returns, which its caller may change: the last operators are computed again."""
         parts = (getattr(leaf, "local", leaf) for leaf in tree_leaves(output))  # of a sharded tensor this rank's part
         returned = {_storage(part) for part in parts if type(part) is Tensor}
@@ -180,15 +182,17 @@ class _Kept:
 
 
 class _Giving(CollectiveMode):
-    def __init__(self, saved: dict[Call, Callable[[], Any]]) -> None:
+    def __init__(self, saved: dict[Call, Callable[[], object]]) -> None:
         super().__init__()
         self._kept = saved
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         self._numbers = Counter[Operator | None]()  # a graph may be run backwards several times
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if not is_costly(func):
             return func(*args, **(kwargs or {}))
         return self._given(func, lambda: func(*args, **(kwargs or {})))
@@ -197,12 +201,12 @@ class _Giving(CollectiveMode):
         result: T = self._given(None, make)
         return result
 
-    def _given(self, operator: Operator | None, make: Callable[[], Any]) -> Any:
+    def _given(self, operator: Operator | None, make: Callable[[], object]) -> Any:
         self._numbers[operator] += 1
         return self._kept.get((operator, self._numbers[operator]), make)()
 
 
-def _cloned(unpack: Callable[[], Any]) -> Any:
+def _cloned(unpack: Callable[[], object]) -> object:
     return tree_map_only(Tensor, torch.clone, unpack())
 
 

@@ -99,7 +99,8 @@ def weights_figure(plan: Plan) -> Figure:
                 axes.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7)
 
     held = "hold it together, by ZeRO 3" if plan.zero_stage == 3 else "have the same"
-    replicas = f"; {shape.dp} replicas {held}" if shape.dp > 1 else ""
+    number = shape.size("samples")
+    replicas = f"; {number} replicas {held}" if number > 1 else ""
     axes.set_title(f"the part of each block's parameters that a rank holds{replicas}")
     return figure
 

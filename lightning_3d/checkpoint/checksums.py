@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import file_digest
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zipfile import BadZipFile, ZipFile, ZipInfo, is_zipfile
 
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class ChecksummedFile:
             self._failure = error
             raise
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)
 
     @property

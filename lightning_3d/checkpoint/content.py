@@ -44,9 +44,9 @@ def sections(num_optimizers: int) -> list[str]:
 class Content:
     """A rank's share of a checkpoint."""
 
-    values: dict[TreePath, Any]
+    values: dict[TreePath, object]
     """Shares of tensors, and values of the model's and the optimizers' states that are none."""
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     """The checkpoint without these states, with a tensor on the meta device for each share."""
 
 
@@ -62,7 +62,7 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, InterleavedSha
         CheckpointError: There are values that can't be saved; on all ranks.
 
     """
-    values: dict[TreePath, Any] = {}
+    values: dict[TreePath, object] = {}
     with collective_errors("gather the checkpoint"):
         for name, value in checkpoint[MODEL].items():
             if not isinstance(value, Tensor):
@@ -79,7 +79,7 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, InterleavedSha
     metadata = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
     partial = _partial_on_any_rank(metadata)
 
-    def apart(path: TreePath, node: Any) -> Any:
+    def apart(path: TreePath, node: object) -> object:
         if path not in partial or not isinstance(node, Tensor):
             return node
         if not node.is_meta:
@@ -89,7 +89,7 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, InterleavedSha
     return Content(values=values, metadata=changed(metadata, apart))
 
 
-def _saved_state(fqn: str, name: str, value: object, parts: InterleavedShard | None) -> Any:
+def _saved_state(fqn: str, name: str, value: object, parts: InterleavedShard | None) -> object:
     if not isinstance(value, Tensor):
         return value
     share = state_share(value, parts)
@@ -105,7 +105,7 @@ def _partial_on_any_rank(metadata: dict[str, object]) -> set[TreePath]:
     """The paths of tensors of which some rank has a part."""
     own: set[TreePath] = set()
 
-    def note(path: TreePath, node: object) -> Any:
+    def note(path: TreePath, node: object) -> object:
         own.update([path] if is_part(node) else ())
         return node
 
@@ -113,7 +113,7 @@ def _partial_on_any_rank(metadata: dict[str, object]) -> set[TreePath]:
     return set().union(*gather_objects(own))
 
 
-def changed(node: object, change: Callable[[TreePath, Any], object], path: TreePath = ()) -> Any:
+def changed(node: object, change: Callable[[TreePath, object], object], path: TreePath = ()) -> Any:
     """Map a tree of dictionaries, lists and tuples, parents before children; the same object where nothing changed.
 
     Args:
@@ -148,12 +148,12 @@ def joined(
     return checkpoint
 
 
-def in_place(values: Mapping[TreePath, object], metadata: dict[str, object]) -> dict[str, Any]:
+def in_place(values: Mapping[TreePath, object], metadata: dict[str, object]) -> dict[str, object]:
     """The rest of a checkpoint with values where they were."""
     return {**changed(metadata, lambda path, node: values.get(path, node))}
 
 
-def states_of(values: Mapping[TreePath, object], section: str) -> dict[str, dict[str, Any]]:
+def states_of(values: Mapping[TreePath, object], section: str) -> dict[str, dict[str, object]]:
     """The states of an optimizer, by FQN and name."""
     states: dict[str, dict[str, object]] = {}
     for path, value in values.items():
@@ -162,7 +162,7 @@ def states_of(values: Mapping[TreePath, object], section: str) -> dict[str, dict
     return states
 
 
-def _numbered(values: Mapping[TreePath, Any], section: str) -> dict[str, Any]:
+def _numbered(values: Mapping[TreePath, Any], section: str) -> dict[str, object]:
     """The state of an optimizer, by the numbers that torch gives to parameters."""
     groups, states = values[section, "param_groups"], states_of(values, section)
     numbers = {fqn: number for number, fqn in enumerate(fqn for group in groups for fqn in group["params"])}

@@ -110,14 +110,14 @@ class Folder:
         """The number of sections `optimizer_0`, `optimizer_1`, ..."""
         return len({path[0] for path in self.entries if path[1:2] == ("param_groups",) and is_of_optimizer(path)})
 
-    def values(self, wanted: Callable[[TreePath], bool] = lambda path: True) -> dict[TreePath, Any]:
+    def values(self, wanted: Callable[[TreePath], bool] = lambda path: True) -> dict[TreePath, object]:
         """The values in it, by paths as in `content`, with a `LazyTensor` for each tensor.
 
         Args:
             wanted: Chooses some by path; others are not unpickled.
         """
         entries = {path: key for path, key in self.entries.items() if wanted(path)}
-        stored: dict[str, Any] = {}
+        stored: dict[str, object] = {}
         for key in entries.values():
             found = self.index.state_dict_metadata[key]
             if isinstance(found, TensorStorageMetadata):
@@ -126,7 +126,7 @@ class Folder:
                 stored[key] = LazyTensor(info=info, make=make, read=read)
         plain = dict.fromkeys(key for key in entries.values() if key not in stored)
         self._load(plain)
-        units: dict[TreePath, list[tuple[TreePath, Any]]] = {}
+        units: dict[TreePath, list[tuple[TreePath, object]]] = {}
         for path, key in entries.items():
             unit = _unit(path)
             units.setdefault(unit, []).append((path[len(unit) :], stored.get(key, plain.get(key))))
@@ -175,7 +175,7 @@ def _unit(path: TreePath) -> TreePath:
     return path[:2] if path[0] == MODEL else path
 
 
-def _nested(leaves: Sequence[tuple[TreePath, object]]) -> Any:
+def _nested(leaves: Sequence[tuple[TreePath, object]]) -> object:
     """Values by path as the nested dictionaries and lists that they came from."""
     if len(leaves) == 1 and leaves[0][0] == ():
         return leaves[0][1]

@@ -88,7 +88,7 @@ class Gathering:
         dist.broadcast_object_list(said, src=0)
         self._found = said[0]
 
-    def values(self) -> dict[TreePath, Any]:
+    def values(self) -> dict[TreePath, object]:
         """All values on rank 0, with a `LazyTensor` for each tensor, which makes it inside of `with_peers_serving`."""
         lazy: dict[object, LazyTensor] = {}
         return {
@@ -182,7 +182,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _announced(path: TreePath | None) -> Any:
+def _announced(path: TreePath | None) -> TreePath | None:
     """The tensor that rank 0 says is the next, on all ranks."""
     said = [path]
     dist.broadcast_object_list(said, src=0)

@@ -68,7 +68,7 @@ def _num_bytes(tree: object) -> int:
     return sum(leaf.num_bytes if isinstance(leaf, LazyTensor) else leaf.nbytes for leaf in tensors.values())
 
 
-def _optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(state: Mapping[str, Any]) -> dict[str, object]:
     """Its states by name, and the settings of its groups."""
     groups = state.get("param_groups", [])
     return {
@@ -107,7 +107,7 @@ def inspection_table(found: Mapping[str, Any]) -> RenderableType:
     for name in ("callbacks", "further"):
         if found[name]:
             overview.add_row(name, "\n".join(found[name]))
-    rows: dict[tuple[Any, ...], list[int]] = {}
+    rows: dict[tuple[str, str, str], list[int]] = {}
     for fqn, tensor in found["parameters"].items():
         row = (re.sub(r"\d+", "*", fqn), " x ".join(map(str, tensor["shape"])), tensor["dtype"])
         rows.setdefault(row, []).append(tensor["bytes"])

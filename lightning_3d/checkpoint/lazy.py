@@ -65,7 +65,7 @@ class SavedState(UserDict[str, Any]):
     """
 
     @override
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         value = self.data[name] = made(self.data[name])
         return value
 

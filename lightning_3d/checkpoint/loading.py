@@ -34,7 +34,7 @@ from lightning_3d.sharding.placement import InterleavedShard, interleaved_parame
 # --------------------------------------------------------------------------------------------------------- by a Trainer
 
 
-def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
+def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, object]:
     """Read a checkpoint that any layout wrote; a collective of all ranks.
 
     Tensors of a file stay in it (memory-mapped) until they are used.
@@ -66,7 +66,7 @@ def _seen_at(path: Path) -> str:
     return "a folder" if path.is_dir() else "a file" if path.exists() else "nothing"
 
 
-def _own_parts(folder: Folder, module: nn.Module) -> dict[str, Any]:
+def _own_parts(folder: Folder, module: nn.Module) -> dict[str, object]:
     content, model, parts = folder.content(), state_of(module), interleaved_parameters(module)
     values = content.values
     further = {path: value for path, value in values.items() if path[0] != MODEL and not is_of_optimizer(path)}
@@ -88,7 +88,9 @@ def _num_optimizers(folder: Folder, content: Content) -> int | None:
     return None if is_without else folder.num_optimizers
 
 
-def _own_part(path: TreePath, value: object, model: Mapping[str, object], parts: Mapping[str, InterleavedShard]) -> Any:
+def _own_part(
+    path: TreePath, value: object, model: Mapping[str, object], parts: Mapping[str, InterleavedShard]
+) -> object:
     if not isinstance(value, LazyTensor):
         return value
     steps = str(path[-1]).split(".")
@@ -194,7 +196,7 @@ def _are_equal(first: object, second: object) -> bool:
     return first.info == second.info and torch.equal(first.make(), second.make())
 
 
-def read_folder(path: object, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
+def read_folder(path: object, map_location: Any, weights_only: bool | None) -> dict[str, object] | None:
     """A checkpoint folder as one dictionary, for ``MyModule.load_from_checkpoint``; None where there is none, and of a
     file, whose records are checked.
 

@@ -51,7 +51,7 @@ def load_optimizers(
     Raises:
         CheckpointError: They do not fit, or can't be read; on all ranks, before any optimizer is changed.
     """
-    loaded: list[tuple[Optimizer, dict[str, Any]]] = []
+    loaded: list[tuple[Optimizer, dict[str, object]]] = []
     all_parts = interleaved_parameters(module)
     with collective_errors("load the states of optimizers"):
         check_num_optimizers(len(states), len(optimizers))
@@ -62,7 +62,7 @@ def load_optimizers(
             groups = _with_fqns(current, named)
             saved = by_fqn(states[i], groups, optimizer=i)
             check_groups(saved["param_groups"], groups, optimizer=i, strict=strict)
-            state, own = unread(saved["state"]), dict[int, dict[str, Any]]()
+            state, own = unread(saved["state"]), dict[int, dict[str, object]]()
             parameters, kind = dict(named), saved_as[i] if saved_as else ""
             for group in saved["param_groups"]:
                 _check_kind(optimizer, group, state, parameters, number=i, saved_as=kind)
@@ -82,7 +82,7 @@ def load_optimizers(
 def _check_kind(
     optimizer: Optimizer,
     group: Mapping[str, Any],
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     parameters: Mapping[str, nn.Parameter],
     *,
     number: int,
@@ -109,12 +109,12 @@ def _check_kind(
     )
 
 
-def _zeros(value: Any) -> Any:
+def _zeros(value: object) -> object:
     info = info_of(value)
     return value if info is None else torch.zeros(info.shape, dtype=info.dtype)
 
 
-def _part_of(value: Any, parameter: nn.Parameter, shards: Shards, parts: InterleavedShard | None) -> Any:
+def _part_of(value: object, parameter: nn.Parameter, shards: Shards, parts: InterleavedShard | None) -> object:
     if not isinstance(value, Tensor | LazyTensor):
         return tree_map_only(Tensor, Tensor.clone, made(value))  # of parameters that this rank steps whole
     info = info_of(value)
@@ -154,7 +154,7 @@ def has_no_parameters(optimizer: Optimizer) -> bool:
 
 def optimizer_state(
     module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards = NO_SHARDS
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The optimizer's state of the parameters that this rank holds, without copies.
 
     Args:

@@ -25,7 +25,7 @@ expects_parts: ContextVar[bool] = ContextVar("expects_parts", default=False)
 """Whether the code that calls ``state_dict()`` knows that it gets parts."""
 
 
-def state_of(module: nn.Module) -> dict[str, Any]:
+def state_of(module: nn.Module) -> dict[str, object]:
     """``module.state_dict()`` for code that knows that it has this rank's parts."""
     token = expects_parts.set(True)
     try:
@@ -34,7 +34,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
         expects_parts.reset(token)
 
 
-def like_state(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def like_state(state: dict[str, object], values: Mapping[str, object]) -> dict[str, object]:
     """Values by FQN in the form and order of ``module.state_dict()``, which tells versions of modules, too."""
     formed = copy(state)
     formed.clear()
@@ -53,13 +53,13 @@ def held_names(state: Mapping[str, object]) -> set[str]:
     return {fqn for fqn, is_present in present.items() if is_present}
 
 
-def state_for_hooks(module: nn.Module) -> dict[str, Any]:
+def state_for_hooks(module: nn.Module) -> dict[str, object]:
     """The model's state as hooks that save a checkpoint see it, under the names of one process on every rank.
 
     In place of tensors that another stage saves there are stand-ins, which have shapes alone. So a hook that drops,
     renames or adds entries does so on all ranks alike, and one that needs the values of a stand-in raises.
     """
-    state, shown = state_of(module), dict[str, Any]()
+    state, shown = state_of(module), dict[str, object]()
     held = held_names(state)
     for fqn, value in state.items():
         if fqn in held:

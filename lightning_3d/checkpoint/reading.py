@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from lightning_3d.checkpoint.box import Share
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals import stored
 
-_ALLOWED: dict[tuple[str, str], Any] = {
+_ALLOWED: dict[tuple[str, str], object] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in stored.CLASSES},
     **{("pathlib", name): PurePosixPath for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")},
     ("collections", "OrderedDict"): OrderedDict,
@@ -62,7 +61,7 @@ class _IndexUnpickler(pickle.Unpickler):
     """Unpickles an index, and nothing else."""
 
     @override
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

@@ -23,7 +23,7 @@ RUN = "lightning_3d"
 """The entry's key."""
 
 
-def gather_ranks(own: Mapping[str, object]) -> list[dict[str, Any]]:
+def gather_ranks(own: Mapping[str, object]) -> list[dict[str, object]]:
     """Gather on rank 0 a list by rank, which is empty on others; every rank calls it.
 
     Args:

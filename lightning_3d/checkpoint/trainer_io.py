@@ -121,7 +121,7 @@ class ThreeDCheckpointIO(CheckpointIO):
     # ---- saving
 
     @long_wait("Gathering the model for a checkpoint")
-    def model_state(self) -> dict[str, Any]:
+    def model_state(self) -> dict[str, object]:
         """The model's state for a checkpoint, under all names that one process saves: this rank's parts, or, where it
         goes to a file and hooks of the user's may look at it, full values on all ranks.
         """
@@ -136,7 +136,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         return like_state(shown, {name: broadcast(full.get(name)) for name in broadcast(list(full))})
 
     @long_wait("Gathering the optimizer's state for a checkpoint")
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, object]:
         """This rank's part of the state of an optimizer for a checkpoint."""
         own: dict[str, object] = {}
         with collective_errors("gather the optimizer's state"):
@@ -146,7 +146,7 @@ class ThreeDCheckpointIO(CheckpointIO):
     @override
     @long_wait("Saving a checkpoint")
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: object = None
     ) -> None:
         """Write a checkpoint, now or in the background.
 
@@ -173,7 +173,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         self.saves.save(written, partial(write_folder, folder), goes_on)
 
     def _save_file(
-        self, checkpoint: Mapping[str, Any], content: Content, path: str, storage_options: Any, goes_on: bool
+        self, checkpoint: Mapping[str, Any], content: Content, path: str, storage_options: object, goes_on: bool
     ) -> None:
         gathering, file = Gathering(content.values), self._own_path(path) if storage_options is None else None
         full: dict[str, Any] | None = None
@@ -192,7 +192,7 @@ class ThreeDCheckpointIO(CheckpointIO):
             else:
                 self._strategy.checkpoint_io.save_checkpoint(full, path, storage_options)
 
-        def write(full: dict[str, Any] | None, group: dist.ProcessGroup | None) -> None:
+        def write(full: dict[str, object] | None, group: dist.ProcessGroup | None) -> None:
             with collective_errors(f"write the checkpoint {path}", group):
                 if is_lazy:
                     gathering.with_peers_serving(lambda: put(full))

@@ -38,7 +38,7 @@ HAS_MANIFEST = "lightning_3d_manifest"
 """Entry in the rest of a checkpoint that came with a manifest."""
 
 
-FolderContent = tuple[dict[str, Any], bytes]
+FolderContent = tuple[dict[str, object], bytes]
 """The states that a rank writes, in nested dictionaries, and the rest as `torch.save` has it, on rank 0."""
 
 
@@ -97,7 +97,7 @@ def _check_all_seen(folder: Path, files: Mapping[str, Checksum]) -> None:
         raise CheckpointError(f"{what}: {NOT_SHARED}")
 
 
-def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+def write_file(checkpoint: Mapping[str, object], path: Path) -> None:
     """Write a `.ckpt` file, in place of a file or checkpoint folder there; on one rank.
 
     Args:
@@ -116,7 +116,7 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 class _Planner(DefaultSavePlanner):
     @override
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         """The value that is written; torch's own looks for a box in nothing but tensors."""
         value = self.state_dict[index.fqn]
         return value.__get_tensor_shard__(index) if isinstance(value, Share) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jsonargparse import ArgumentError
@@ -17,6 +17,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.strategy import ThreeDStrategy
 
+T = TypeVar("T")
 _LEFT_OUT = ("callbacks", "logger", "profiler", "plugins")
 """Settings of the Trainer whose objects no plan needs; some write files or call servers when they are made."""
 
@@ -27,7 +28,7 @@ class Training:
 
     module: LightningModule
     """On the meta device, if it can be made there."""
-    data: Any
+    data: object
     """A replica's batch, a DataLoader or a LightningDataModule."""
     config: ThreeDConfig = field(default_factory=ThreeDConfig)
     precision: PrecisionName = "32-true"
@@ -35,7 +36,9 @@ class Training:
     """0 where nobody has said it."""
 
 
-def read_cli_config(path: str, model_class: Any, data_class: Any) -> Training:
+def read_cli_config(
+    path: str, model_class: Callable[..., Any] | None, data_class: Callable[..., Any] | None
+) -> Training:
     """Make what a file of LightningCLI names.
 
     Args:
@@ -75,7 +78,7 @@ def read_cli_config(path: str, model_class: Any, data_class: Any) -> Training:
     )
 
 
-def without_weights(make: Callable[[], Any]) -> Any:
+def without_weights(make: Callable[[], T]) -> T:
     """Make a model on the meta device, as a plan needs no weights; on the CPU if its code reads values of tensors."""
     try:
         with torch.device("meta"):
@@ -108,5 +111,5 @@ class _Planned(LightningCLI):
             config.fit.trainer[name] = None
         return self.parser.instantiate_classes(config)
 
-    def fit(self, **_: Any) -> None:
+    def fit(self, **_: object) -> None:
         """Nothing."""

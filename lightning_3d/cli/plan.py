@@ -189,7 +189,7 @@ def _imported(path: str) -> Callable[..., Any]:
     return found
 
 
-def _first_batch(data: Any) -> Any:
+def _first_batch(data: Any) -> object:
     if isinstance(data, LightningDataModule):
         data.prepare_data()
         data.setup("fit")

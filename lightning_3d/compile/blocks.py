@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +30,7 @@ from lightning_3d.torch_internals.capture import NotCompilable, capture
 from lightning_3d.torch_internals.dispatch import IsKept
 from lightning_3d.torch_internals.dynamo import NotFollowed, compiled, compiler_errors, is_limit, recompile_limit
 from lightning_3d.torch_internals.modules import RunningNorm, children_of
+from lightning_3d.torch_internals.pytree import Arguments
 from lightning_3d.waits import CountedWait
 from lightning_3d.zero.gathering import wait_for
 
@@ -53,7 +53,7 @@ class BlockCompiler:
         config: CompileConfig,
         mesh: DeviceMesh | None = None,
         wait: CountedWait | None = None,
-        whole: Callable[[Any], object] = lambda leaf: leaf,
+        whole: Callable[[object], object] = lambda leaf: leaf,
         *,
         is_telling: bool = True,
     ) -> None:
@@ -75,7 +75,7 @@ class BlockCompiler:
                 return None
         return _CompiledForward(block, self, shards)
 
-    def whole(self, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def whole(self, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
         """Arguments whose tensors have values; lists and dicts stay the same, as the block may change them."""
         args, kwargs = with_replaced_leaves((args, kwargs), self._whole)
         return args, kwargs
@@ -136,7 +136,7 @@ class _CompiledForward:
         forward_wrapper: ForwardWrapper | None,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-    ) -> Any:
+    ) -> object:
         if not self._is_compilable or _is_observed() or any(norm.training and is_watched(norm) for norm in self._norms):
             raise NotCompilable
         args, kwargs = self._compiler.whole(args, kwargs)
@@ -153,7 +153,7 @@ class _CompiledForward:
             self._is_compilable = is_limit(error)
             raise NotCompilable from error
 
-    def _run(self, forward: AnyCallable, *args: object, **kwargs: object) -> Any:
+    def _run(self, forward: AnyCallable, *args: object, **kwargs: object) -> object:
         function, owner = (forward.__func__, (forward.__self__,)) if isinstance(forward, MethodType) else (forward, ())
         key = function, running(self._block).recomputed_eagerly is not None
         if key not in self._functions:  # to describe a block takes long
@@ -162,7 +162,7 @@ class _CompiledForward:
             return self._functions[key](*owner, *args, **kwargs)
 
 
-def _through(forward_wrapper: ForwardWrapper, run: AnyCallable, *args: object, **kwargs: object) -> Any:
+def _through(forward_wrapper: ForwardWrapper, run: AnyCallable, *args: object, **kwargs: object) -> object:
     return forward_wrapper(run, args, kwargs)
 
 

@@ -54,7 +54,7 @@ class Shards:
         """Blocks of one class with equal plans compute the same."""
         return self.forward.plan
 
-    def run(self, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def run(self, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """The output of the block, by a call on stand-ins that runs a `ShardedGraph`.
 
         Raises:
@@ -65,7 +65,7 @@ class Shards:
 
     def _on_stand_ins(
         self, call: AnyCallable, interpreter: TensorInterpreter, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         present = _Present(self, interpreter)
         with self.forward.parameters(present.stand_in), present.set():
             stand_ins = [present.stand_in(arg) for arg in args]
@@ -132,7 +132,7 @@ class _Present:
         self._hidden[id(stand_in)] = tensor
         return stand_in
 
-    def sharded(self, leaf: object) -> Any:
+    def sharded(self, leaf: object) -> object:
         """The sharded tensor behind a stand-in; anything else as it is."""
         return self._hidden.get(id(leaf), leaf)
 
@@ -166,9 +166,9 @@ class ShardedGraph:
                 raise NotCompilable("it sets the data of a tensor")
         self._capture, self._graph = capture, graph
         self._made: Computation | str | None = None  # a string: why it can't be compiled
-        self._results: list[Any] = []  # how sharded results lie; None of plain ones
+        self._results: list[Callable[[Tensor], Tensor] | None] = []  # how sharded results lie; None of plain ones
 
-    def __call__(self, *inputs: object) -> list[Any]:
+    def __call__(self, *inputs: object) -> list[Tensor]:
         """The results of the graph, some of them sharded tensors.
 
         Raises:
@@ -185,7 +185,7 @@ class ShardedGraph:
         results = self._made(*own)
         return [own if make is None else make(own) for make, own in zip(self._results, results, strict=True)]
 
-    def _compile(self, present: _Present, given: Sequence[Any], own: Sequence[Any]) -> Computation | str:
+    def _compile(self, present: _Present, given: Sequence[object], own: Sequence[Any]) -> Computation | str:
         made, reason = None, "another rank can't compile it"
         try:
             made = self._capture(partial(self._compute, present, given), own)

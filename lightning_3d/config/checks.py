@@ -38,7 +38,7 @@ def check_values(config: Any) -> None:
             object.__setattr__(config, name, plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value from Python or YAML as configs hold it."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))

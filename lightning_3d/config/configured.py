@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -20,7 +20,7 @@ class Configured:
     """The DeepSpeed config that it was made from."""
 
     @classmethod
-    def from_config(cls, config: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Self:
+    def from_config(cls, config: str | os.PathLike[str] | Mapping[str, object], overrides: Sequence[str] = ()) -> Self:
         """Make a strategy from a YAML file or a mapping (a dict or an OmegaConf node).
 
         Args:
@@ -41,7 +41,7 @@ class Configured:
     @classmethod
     def from_deepspeed(
         cls,
-        config: str | os.PathLike[str] | Mapping[str, Any],
+        config: str | os.PathLike[str] | Mapping[str, object],
         *,
         pipeline_parallel_size: int | None = None,
         leave_out: Collection[str] = (),

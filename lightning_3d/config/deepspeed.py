@@ -58,7 +58,7 @@ class FromDeepSpeed:
     dtypes: dict[str, str] = field(default_factory=dict)
     """Key -> the dtype that it asks for, which has to be that of the parameters."""
 
-    built: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    built: dict[str, tuple[str, dict[str, object]]] = field(default_factory=dict)
     """``optimizer`` and ``scheduler`` -> their types and all of their parameters."""
 
     left_out: dict[str, str] = field(default_factory=dict)
@@ -122,12 +122,12 @@ class FromDeepSpeed:
             )
 
 
-def _arguments(values: Mapping[str, Any]) -> str:
+def _arguments(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def read_deepspeed(
-    config: str | os.PathLike[str] | Mapping[str, Any],
+    config: str | os.PathLike[str] | Mapping[str, object],
     *,
     pipeline_parallel_size: int | None = None,
     leave_out: Collection[str] = (),
@@ -167,7 +167,7 @@ def read_deepspeed(
     return read
 
 
-def _load(config: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+def _load(config: str | os.PathLike[str] | Mapping[str, object]) -> Mapping[str, object]:
     if isinstance(config, Mapping):
         return config
     try:
@@ -179,7 +179,7 @@ def _load(config: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, An
     return loaded
 
 
-def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(given: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in given.items():
         if (key := prefix + name) in SECTIONS and isinstance(value, Mapping):
             yield from _flat(value, f"{key}.")
@@ -187,7 +187,7 @@ def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield key, value
 
 
-def _take(read: FromDeepSpeed, key: str, value: Any) -> None:
+def _take(read: FromDeepSpeed, key: str, value: object) -> None:
     """A key that needs no other to be understood."""
     asked = f"the DeepSpeed config has {key}={value!r}"
     if key not in KEYS:
@@ -211,7 +211,7 @@ def _take(read: FromDeepSpeed, key: str, value: Any) -> None:
         _set(read, setting, convert(value))
 
 
-def _set(read: FromDeepSpeed, setting: str, value: Any) -> None:
+def _set(read: FromDeepSpeed, setting: str, value: object) -> None:
     section, _, name = setting.rpartition(".")
     (read.strategy.setdefault(section, {}) if section else read.strategy)[name] = value
 

@@ -11,7 +11,7 @@ _DTYPES = {
 }
 
 
-def dtype_name(value: Any) -> str:
+def dtype_name(value: object) -> str:
     """A dtype as DeepSpeed says it, in torch's word."""
     name = str(value).lower().removeprefix("torch.")
     return _DTYPES.get(name, name)
@@ -23,7 +23,7 @@ PRECISIONS = ("fp16", "bf16", "bfloat16", "torch_autocast")
 DTYPES = ("data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype")
 """Keys that may ask for nothing but the dtype of parameters."""
 
-SETTINGS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+SETTINGS: Mapping[str, tuple[str, Callable[[Any], object]]] = {
     "communication_data_type": ("zero.communication_dtype", dtype_name),
     "zero_optimization.stage": ("zero.stage", int),
     "zero_optimization.mics_shard_size": ("zero.shard_size", lambda size: size if size > 1 else "auto"),
@@ -57,7 +57,7 @@ _HALVES = "the scale halves at each overflow, as torch.amp.GradScaler's"
 
 _QUANTIZED = "what is sent would be rounded; zero.communication_dtype and zero.power_sgd_rank send less"
 
-REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "managed_gradient_accumulation": ((True,), "a Trainer counts the batches of a step"),
     "gradient_allreduce_op": (("mean",), "gradients of replicas are averaged, as under DDP"),
     "sparse_gradients": ((False,), "gradients of embeddings are dense"),

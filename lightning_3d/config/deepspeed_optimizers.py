@@ -19,7 +19,7 @@ from lightning_3d.errors import ConfigError
 
 _LR = 1e-3
 
-_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+_OPTIMIZERS: Mapping[str, Mapping[str, object]] = {
     "adam": {"lr": _LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False},
     "adamw": {"lr": _LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False},
     "sgd": {"lr": _LR, "momentum": 0, "dampening": 0, "weight_decay": 0.0, "nesterov": False},
@@ -31,14 +31,14 @@ _IGNORED = {"bias_correction": True, "fused": None, "set_grad_none": None, "fp32
 
 _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 _LRS = {"warmup_min_lr": 0.0, "warmup_max_lr": _LR}
-_SCHEDULERS: Mapping[str, Mapping[str, Any]] = {
+_SCHEDULERS: Mapping[str, Mapping[str, object]] = {
     "WarmupLR": {**_WARMUP, **_LRS, "warmup_max_lr": None},  # that of the optimizer
     "WarmupDecayLR": {**_WARMUP, **_LRS, "total_num_steps": None},
     "WarmupCosineLR": {**_WARMUP, "warmup_min_ratio": 0.0, "cos_min_ratio": 1e-4, "total_num_steps": None},
 }
 
 
-def checked(key: str, section: Any) -> tuple[str, dict[str, Any]]:
+def checked(key: str, section: object) -> tuple[str, dict[str, object]]:
     """The type that a config's ``optimizer`` or ``scheduler`` names, and all of its parameters.
 
     Raises:

@@ -102,8 +102,9 @@ def comes_of_weights(tensor: Tensor) -> bool:
         node, count = waiting.pop(), count + 1
         if node is None:
             continue
-        if (function := function_of(node)) is not None and is_own(function.__module__):  # it may have communicated
-            return False
+        function = function_of(node)
+        if function is not None and is_own(function.__module__) and not getattr(function, "gives_weight", False):
+            return False  # it may have communicated
         if node.name() == "torch::autograd::AccumulateGrad":
             if not isinstance(node.variable, nn.Parameter):  # type: ignore[attr-defined]
                 return False

@@ -7,6 +7,7 @@ alike counts as it is.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from typing_extensions import override
 from lightning_3d.config.context import AttentionWay
 from lightning_3d.context.attention import BY_WAY, attends_on_slices, refused
 from lightning_3d.context.axis import ContextAxis, comes_of_weights, with_gradient_times
-from lightning_3d.context.choice import Local, Sequences, Target, cheapest
+from lightning_3d.context.choice import Local, Sequences, Target, cheapest, way_text
 from lightning_3d.context.rows import MOVES, Moved, as_move
 from lightning_3d.context.rules import RULES as OWN_RULES
 from lightning_3d.context.rules import take_one_row
@@ -37,6 +38,7 @@ from lightning_3d.sharding.rules.call import InputPlacement, LocalCall, TorchCal
 from lightning_3d.sharding.rules.function import MEMORY, ON_WHOLE, Function, map_tensors, tensors_in
 from lightning_3d.sharding.rules.generic import generic
 from lightning_3d.sharding.rules.table import RULES
+from lightning_3d.sharding.sealed_tensor import SealedTensor, opened, sealed
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
 from lightning_3d.torch_internals.attention_kernels import allowed_kernels
 from lightning_3d.torch_internals.autograd import calls_backward_hooks
@@ -68,6 +70,7 @@ class ContextInterpreter(Interpreter):
     Args:
         axis: The axis that sequences are cut over.
         attention: The way of attention on slices.
+        is_outer: Whether blocks may have interpreters of their own, to which slices are sealed.
     """
 
     shards_weights = False
@@ -76,12 +79,17 @@ class ContextInterpreter(Interpreter):
 
     axis: ContextAxis
 
-    def __init__(self, axis: ContextAxis, attention: AttentionWay = "auto") -> None:
+    def __init__(self, axis: ContextAxis, attention: AttentionWay = "auto", *, is_outer: bool = False) -> None:
         super().__init__(axis)
         self._attention: AttentionWay = attention
+        self._is_outer = is_outer
         self.sequences = Sequences(lengths=frozenset(), batch=0)
         self._ways: dict[tuple[Any, ...], Sequence[Target] | None] = {}  # by what is known of a call
         self._moves: dict[tuple[Any, ...], Moved | None] = {}
+        self.block = ""
+        """FQN of the block that was called last."""
+        self.moves_by_call: dict[tuple[str, str], str] = {}
+        """Name of a call and how its operands move -> the first block that it was made in."""
         self._gathered: ByTensor[Tensor] = ByTensor()  # by slice
         self._parts_read: dict[int, Tensor] = {}  # gathered tensors by id, of which each rank reads a part
         # In place of views in one process: slices by their memory with the call, whole ones with their version.
@@ -111,6 +119,20 @@ class ContextInterpreter(Interpreter):
     def forget(self) -> None:
         """Let go of tensors that were gathered, as where a block begins."""
         self._entered, self._gathered, self._parts_read = ByTensor(), ByTensor(), {}
+
+    @override
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._is_outer:
+            return super().__torch_function__(func, types, args, kwargs)
+        kwargs, tensors = kwargs or {}, tensors_in((args, kwargs))
+        if any(isinstance(tensor, ShardedTensor) and tensor.axis is not self.axis for tensor in tensors):
+            return func(*args, **kwargs)  # the interpreter of that axis asks
+        if not any(isinstance(tensor, SealedTensor) for tensor in tensors):
+            return super().__torch_function__(func, types, args, kwargs)
+        given, options = map_tensors(opened, (args, kwargs))
+        return map_tensors(sealed, super().__torch_function__(func, types, given, options))
 
     @override
     def dispatch(self, call: TorchCall) -> Any:
@@ -174,7 +196,7 @@ class ContextInterpreter(Interpreter):
     def _ready(self, call: TorchCall, fixed: Tensor | None = None) -> tuple[TorchCall, LocalCall] | None:
         """The call with its operands where it is local, and how it is made; None if it is local nowhere."""
         form = self._form(call)
-        way = self._known(self._ways, call, lambda call: cheapest(call, self.axis, form, self.sequences, fixed), fixed)
+        way = self._known(self._ways, call, functools.partial(self._find_way, form=form, fixed=fixed), fixed)
         if way is None:
             return None
         targets = iter(way)
@@ -200,6 +222,12 @@ class ContextInterpreter(Interpreter):
             return self._local
         rule = BY_WAY[self._attention]
         return lambda moved: rule(moved, self.axis)
+
+    def _find_way(self, call: TorchCall, form: Local, fixed: Tensor | None) -> Sequence[Target] | None:
+        way = cheapest(call, self.axis, form, self.sequences, fixed)
+        if (text := way_text(call, way, self.axis, form)) is not None:
+            self.moves_by_call.setdefault((call.name, text), self.block)
+        return way
 
     def _known(
         self,
@@ -322,6 +350,9 @@ class ContextInterpreter(Interpreter):
     def on_custom_function(
         self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self._is_outer and _holds_sealed(args, kwargs):
+            args, kwargs = map_tensors(opened, (args, kwargs))
+            return map_tensors(sealed, self.on_custom_function(cls, function, args, kwargs))
         if not self._holds(args) and not self._holds(kwargs.values()):
             return function(*args, **kwargs)
         if passes_tensors_on(cls):
@@ -374,6 +405,10 @@ class ContextInterpreter(Interpreter):
 
 class _Shown(tuple[object, ...]):
     """Stands for a tensor where a call is described."""
+
+
+def _holds_sealed(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    return any(isinstance(tensor, SealedTensor) for tensor in tensors_in((args, kwargs)))
 
 
 def _memory(tensor: Tensor) -> int:

@@ -22,8 +22,10 @@ from lightning_3d.context.choice import Sequences
 from lightning_3d.context.interpreter import ContextInterpreter
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import running
+from lightning_3d.model.pytrees import with_replaced_leaves
 from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.placement import REPLICATE, chunked
+from lightning_3d.sharding.sealed_tensor import SealedTensor, opened, sealed
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, change_kept
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
@@ -42,44 +44,61 @@ class ContextSteps:
         blocks: Its blocks by FQN, which cut what they get.
         axis: The axis that sequences are cut over.
         config: How.
+        cuts_features: Whether blocks may have shards of their weights over another axis.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: Mapping[str, nn.Module], axis: ContextAxis, config: ContextConfig
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        axis: ContextAxis,
+        config: ContextConfig,
+        *,
+        cuts_features: bool = False,
     ) -> None:
         self._module, self._axis = module, axis
-        self._interpreter = ContextInterpreter(axis, config.attention)
-        self._is_running = self._has_sequence = False
+        self._interpreter = ContextInterpreter(axis, config.attention, is_outer=cuts_features)
+        self._is_running = False
+        self.has_sequence = False
+        """Whether a block on this rank has ever got a sequence."""
         self._seen: dict[str, list[str]] = {}  # what blocks got that is no sequence
-        self._cutters = [(block, functools.partial(self._sliced, fqn)) for fqn, block in blocks.items()]
+        self._cutters = [(block, functools.partial(self._on_slices, fqn, block)) for fqn, block in blocks.items()]
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """Run a step; what it returns, and what it keeps in attributes of the module, is whole.
-
-        Raises:
-            PlanError: no block got a sequence.
+        """Run a step, or a stage of one on a microbatch; what it returns, and what it keeps in attributes of the
+        module, is whole.
         """
         for block, cutter in self._cutters:
             running(block).sliced = cutter  # blocks that are here in full lose their runners after a fit
         self._interpreter.begin()
-        self._has_sequence = False
         with self._modes():
             output = step()
         self._interpreter.check_copies()
         with DisableTorchFunction():
             output = tree_map(self._whole, output)
             for module in self._module.modules():
-                change_kept(vars(module), self._whole)
+                change_kept(vars(module), self._whole, (ShardedTensor, SealedTensor))
         self._interpreter.forget()
-        if not self._has_sequence:
-            got = (
-                "; ".join(f"{fqn}: {', '.join(shapes)}" for fqn, shapes in self._seen.items()) or "no block was called"
-            )
-            raise PlanError(
-                f"context_parallel_size={self._axis.size} found no sequence to cut: no block got an activation of shape"
-                f" (batch, sequence, features) ({got}). Use context_parallel_size=1."
-            )
         return output
+
+    def no_sequence(self) -> PlanError:
+        """That no block has got a sequence."""
+        got = "; ".join(f"{fqn}: {', '.join(shapes)}" for fqn, shapes in self._seen.items()) or "no block was called"
+        return PlanError(
+            f"context_parallel_size={self._axis.size} found no sequence to cut: no block got an activation of shape"
+            f" (batch, sequence, features) ({got}). Use context_parallel_size=1."
+        )
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """A line on each kind of call whose operands move between ranks, as steps have shown."""
+        moves = self._interpreter.moves_by_call.items()
+        return tuple(f"{name}, first in {block or 'no block'}, on slices: {text}" for (name, text), block in moves)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor that a step has; a plain one is that already."""
+        with DisableTorchFunction():
+            return self._whole(tensor)  # type: ignore[no-any-return]
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
@@ -112,6 +131,25 @@ class ContextSteps:
 
         return run
 
+    def _on_slices(
+        self,
+        fqn: str,
+        block: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make a call of a block on slices; to the interpreter of its features, if it has one, these are sealed."""
+        self._interpreter.block = fqn
+        args, kwargs = self._sliced(fqn, args, kwargs)
+        if not self._is_running or running(block).sharded is None:
+            return call(*args, **kwargs)
+        args, kwargs = with_replaced_leaves((args, kwargs), self._sealed)  # in lists and dicts, too
+        try:
+            return with_replaced_leaves(call(*args, **kwargs), opened)
+        finally:
+            with_replaced_leaves((args, kwargs), opened)
+
     def _sliced(
         self, fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -126,7 +164,7 @@ class ContextSteps:
         if first is None:
             self._seen.setdefault(fqn, [str(tuple(value.shape)) for value in values])
             return args, kwargs
-        self._has_sequence = True
+        self.has_sequence = True
         if first.shape[SEQUENCE_DIM] < self._axis.size:  # every rank runs all of it
             return args, kwargs
         with DisableTorchFunction():
@@ -142,5 +180,10 @@ class ContextSteps:
         own = redistribute(tensor, self._axis, REPLICATE, at)
         return ShardedTensor(own if tensor.requires_grad else own.clone(), self._axis, at)
 
+    def _sealed(self, leaf: Any) -> Any:
+        return sealed(leaf) if isinstance(leaf, ShardedTensor) and leaf.axis is self._axis else leaf
+
     def _whole(self, leaf: Any) -> Any:
-        return self._interpreter.whole(leaf) if isinstance(leaf, ShardedTensor) else leaf
+        leaf = opened(leaf)
+        is_own = isinstance(leaf, ShardedTensor) and leaf.axis is self._axis
+        return self._interpreter.whole(leaf) if is_own else leaf

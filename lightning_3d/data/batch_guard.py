@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +51,7 @@ class BatchGuard:
         self._sent: _Sent | None = None  # not compared yet
         self._replica_size = mesh.shape.size("replica")
 
-    def __call__(self, batch: object) -> Any:
+    def __call__(self, batch: object) -> object:
         """Broadcast or compare as configured; every rank of a replica calls it with its batch.
 
         Raises:

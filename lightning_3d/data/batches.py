@@ -19,7 +19,7 @@ from lightning_3d.torch_internals.lightning_helpers import (
 )
 
 
-def example_batch(trainer: Trainer) -> Any:
+def example_batch(trainer: Trainer) -> object:
     """The first batch of the loop that is about to run, fetched without disturbing its dataloader or random numbers.
 
     A map-style dataset is read in this process, without starting dataloader workers.
@@ -52,12 +52,12 @@ def example_batch(trainer: Trainer) -> Any:
         ) from None
 
 
-def _first_batch(loader: Any) -> Any:
+def _first_batch(loader: Any) -> object:
     with restored(loader):
         return _fetched(loader)
 
 
-def _fetched(loader: Any) -> Any:
+def _fetched(loader: Any) -> object:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return next(iter(loader))
     indices = next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler))

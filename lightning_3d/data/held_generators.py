@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
-from typing import Any
 
 import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
@@ -20,12 +19,12 @@ _MOST_ENTRIES = 10_000
 """Entries of a container up to which they are looked into: more are data."""
 
 
-def generators_of_loaders(loaders: object) -> list[Any]:
+def generators_of_loaders(loaders: object) -> list[object]:
     """All that are found from dataloaders, in an order that is the same for the same loaders."""
     return [held for held in held_by(loaders) if is_generator(held)]
 
 
-def generators_of_modules(module: nn.Module) -> dict[str, Any]:
+def generators_of_modules(module: nn.Module) -> dict[str, object]:
     """Find the attributes of a module and its submodules that are generators, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: value
@@ -35,13 +34,13 @@ def generators_of_modules(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def held_by(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+def held_by(value: object, seen: dict[int, object] | None = None) -> Iterator[object]:
     """A value and all that it holds: containers, generators of random numbers, files, and objects with attributes."""
     seen = {} if seen is None else seen
     if isinstance(value, _LEAVES) or id(value) in seen:
         return
     seen[id(value)] = value  # alive, so that its id stays its own
-    inner: Any = ()
+    inner: Iterable[object] = ()
     if is_generator(value) or isinstance(value, io.IOBase):
         yield value
     elif isinstance(value, dict | tuple | list | deque | set):

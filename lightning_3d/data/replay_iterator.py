@@ -19,13 +19,13 @@ from lightning_3d.model.containers import CONTAINERS
 from lightning_3d.model.snapshot import Snapshot
 
 
-class ReplayIterator(Iterator[Any]):
+class ReplayIterator(Iterator[object]):
     """An iterator, which may be its own dataloader, that can be looked at without losing what it gave."""
 
-    def __init__(self, iterator: Iterator[Any]) -> None:
+    def __init__(self, iterator: Iterator[object]) -> None:
         self._iterator = iterator
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         return next(self._iterator)
 
     @contextmanager
@@ -61,7 +61,7 @@ def restored(loader: object) -> Iterator[None]:
         yield
 
 
-def _peek_into(value: Any, stack: ExitStack) -> None:
+def _peek_into(value: object, stack: ExitStack) -> None:
     """Look at the iterators in a container, or among the attributes of an object, that nothing puts back."""
     container: Any = value if isinstance(value, CONTAINERS) else getattr(value, "__dict__", ())
     keys: Iterable[Any] = range(len(container)) if isinstance(container, MutableSequence) else ()

@@ -38,10 +38,10 @@ class Resuming:
     def __init__(self, trainer: Trainer, module: LightningModule, device: torch.device, *, reads_again: bool) -> None:
         self._trainer, self._module, self._reads_again = trainer, module, reads_again
         self._generators = Generators(device)
-        self._of_loaders: list[Any] = []
-        self._iterator: dict[str, Any] | None = None
-        self._loaders_then: list[dict[str, Any]] = []
-        self._first: dict[str, Any] | None = None
+        self._of_loaders: list[object] = []
+        self._iterator: dict[str, object] | None = None
+        self._loaders_then: list[dict[str, object]] = []
+        self._first: dict[str, object] | None = None
         self._saved: Mapping[str, Any] | None = None  # until an epoch begins
 
     @contextmanager
@@ -54,7 +54,7 @@ class Resuming:
                 stack.enter_context(data_loops.epochs_kept(self._trainer))
             yield
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Where this rank is, for a checkpoint."""
         epoch = None
         if self._iterator is not None and self._first is not None:

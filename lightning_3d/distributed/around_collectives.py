@@ -53,17 +53,17 @@ def around_collectives(shape: MeshShape, around: Around) -> Iterator[None]:
     names: dict[dist.ProcessGroup, str] = {}
     groups: dict[int, dist.ProcessGroup] = {}  # by the identity of what is waited for
 
-    def run(group: dist.ProcessGroup, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(group: dist.ProcessGroup, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         name = names[group] if group in names else names.setdefault(group, axes_of(group, shape))
         if not name:
             return call(*args, **kwargs)
         with around(name):
             return call(*args, **kwargs)
 
-    def measured(kind: str) -> Callable[..., Any]:
+    def measured(kind: str) -> Callable[..., object]:
         original = getattr(dist.ProcessGroup, kind)
 
-        def collective(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        def collective(group: dist.ProcessGroup, *args: object, **kwargs: object) -> object:
             work = run(group, partial(original, group), *args, **kwargs)
             if work is not None:
                 groups[id(work)] = group
@@ -73,7 +73,7 @@ def around_collectives(shape: MeshShape, around: Around) -> Iterator[None]:
 
     wait_for = dist.Work.wait
 
-    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> object:
         call, group = partial(wait_for, work), groups.get(id(work))
         return call(*args, **kwargs) if group is None else run(group, call, *args, **kwargs)
 

@@ -29,13 +29,13 @@ def _is_kind(kind: type) -> bool:  # each step asks it of all attributes of all 
     return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
 
 
-def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
+def generators_of(modules: Iterable[nn.Module]) -> list[object]:
     """The generators among the attributes of modules, each once."""
     values = (value for module in modules for value in vars(module).values())
     return list({id(value): value for value in values if is_generator(value)}.values())
 
 
-def state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> object:
     """The state of a generator of any kind."""
     if isinstance(generator, random.Random):
         return generator.getstate()
@@ -65,7 +65,7 @@ def states_kept(generators: Iterable[object]) -> Iterator[None]:
             set_state(generator, state)
 
 
-def packed(generator: object) -> dict[str, Any]:
+def packed(generator: object) -> dict[str, object]:
     """The state of a generator, for a checkpoint."""
     return {"kind": type(generator).__name__, "state": _tensors_in(state_of(generator))}
 
@@ -79,7 +79,7 @@ def unpack(saved: Mapping[str, object], generator: object) -> bool:
     return True
 
 
-def packed_states(states: RandomStates) -> dict[str, Any]:
+def packed_states(states: RandomStates) -> dict[str, object]:
     """Snapshots of the default generators, for a checkpoint."""
     return {
         "cpu": states.cpu,
@@ -101,7 +101,7 @@ def unpacked_states(saved: Mapping[str, Any], now: RandomStates) -> RandomStates
     )
 
 
-def _tensors_in(state: object) -> Any:
+def _tensors_in(state: object) -> object:
     """A state with tensors in place of arrays and of long tuples of integers."""
     if isinstance(state, np.ndarray):
         return {"dtype": state.dtype.name, "bytes": torch.frombuffer(bytearray(state.tobytes()), dtype=torch.uint8)}

@@ -259,19 +259,19 @@ def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
 
 
 def refuse_unbuilt(config: ThreeDConfig, shape: MeshShape) -> None:
-    """Refuse to run what can be planned alone: context parallel within parts of a model, and compiled.
+    """Refuse to run what can be planned alone: context parallel that is compiled, or with sequence parallel in blocks.
 
     Raises:
         ConfigError: That is asked for.
     """
     if shape.cp == 1:
         return
-    others = [f"{axis.setting}={size}" for axis in AXES if axis.cuts_model and (size := shape.sizes[axis.name]) > 1]
-    others += ["compile.enabled=True"] if config.compile.enabled else []
+    others = ["compile.enabled=True"] if config.compile.enabled else []
+    others += ["tensor.sequence_parallel=True"] if config.tensor.sequence_parallel and shape.tp > 1 else []
     if others:
         raise ConfigError(
-            f"context_parallel_size={shape.cp} goes with data parallel and every stage of ZeRO, and not yet with"
-            f" {' or '.join(others)}: leave out one of them"
+            f"context_parallel_size={shape.cp} goes with data, pipeline and tensor parallel and every stage of ZeRO,"
+            f" not yet with {' or '.join(others)}: leave out one of them"
         )
 
 

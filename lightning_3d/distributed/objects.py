@@ -24,7 +24,7 @@ def default_backends(device: torch.device) -> str:
     return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
-def broadcast_object(value: Any, device: torch.device, *, src: int, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_object(value: object, device: torch.device, *, src: int, group: dist.ProcessGroup | None = None) -> Any:
     """The object of one rank of a group; every rank of it calls this.
 
     Args:

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -52,17 +51,17 @@ _DIFFERENTIABLE = frozenset(
     )
 )
 
-COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
+COLLECTIVES: frozenset[Callable[..., object]] = frozenset(
     {*_BY_NAME, *HIDDEN_COLLECTIVES, *_DIFFERENTIABLE, dist.P2POp.__init__}
 )
 """The functions that communicate."""
 
-_MAKING_GROUPS: tuple[Callable[..., Any], ...] = (
+_MAKING_GROUPS: tuple[Callable[..., object], ...] = (
     *(dist.new_group, dist.new_subgroups, dist.new_subgroups_by_enumeration, dist.split_group),
     init_device_mesh,
 )
 
-_WORLD: Callable[..., Any] = vars(type(dist.group))["WORLD"].fget
+_WORLD: Callable[..., object] = vars(type(dist.group))["WORLD"].fget
 """Gives the default group."""
 
 COLLECTIVE, CHANGING_COLLECTIVE = "collective", "collective_"
@@ -106,11 +105,11 @@ class _Replicas:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._runs: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._runs: dict[Callable[..., object], Callable[..., object]] = {}
 
     def ask(
         self, caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         """``get_rank`` or ``get_world_size``."""
         if is_users(caller) and self._is_over_all(original, args, kwargs):
             return original(self._group)
@@ -118,13 +117,13 @@ class _Replicas:
 
     def world(
         self, caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         """``dist.group.WORLD``."""
         return self._group if is_users(caller) else original(*args, **kwargs)
 
     def call(
         self, caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         """A collective. What is not there as a whole, as an output of a block on shards, is made whole for it."""
         stays = original.__name__ in _BARRIERS  # of all ranks: more than one of the replicas, and as good
         if stays or not is_users(caller) or not self._is_over_all(original, args, kwargs):
@@ -144,7 +143,7 @@ class _Replicas:
 
     def _over_replicas(
         self, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The same arguments, with ranks and group those of the dp axis."""
         given = dict(_signature(original).bind(*args, **kwargs).arguments, group=self._group)
         name = _RANK_ARGUMENTS.get(original.__name__)
@@ -155,7 +154,9 @@ class _Replicas:
         return given
 
 
-def _refuse(caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _refuse(
+    caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     if is_users(caller):
         raise StepError(
             f"{original.__name__} was called by {caller}, but in a pipeline or with tensor parallel the ranks that it"
@@ -165,10 +166,10 @@ def _refuse(caller: str, original: Callable[..., object], args: tuple[object, ..
     return original(*args, **kwargs)
 
 
-def _named(original: Callable[..., object]) -> Callable[..., Any]:
+def _named(original: Callable[..., object]) -> Callable[..., object]:
     """A function for modes of torch functions: always the same, as they keep what they find out about it."""
 
-    def run(first: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def run(first: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         return original(*args, **kwargs)
 
     run.__name__ = COLLECTIVE if original.__module__ == differentiable.__name__ else CHANGING_COLLECTIVE

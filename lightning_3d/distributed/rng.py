@@ -33,7 +33,7 @@ class RandomStates:
     cpu: Tensor
     device: Tensor | None
     """State of an accelerator's generator."""
-    python: Any
+    python: tuple[object, ...]
     numpy: Any
 
 

@@ -26,15 +26,16 @@ from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_forward import PlannedForward
 from lightning_3d.torch_internals.autograd import is_cast_of_leaf
+from lightning_3d.torch_internals.dispatch import Operator
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_leaves, tree_map
 from lightning_3d.trace.fake_blocks import with_state
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
 
 T = TypeVar("T")
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Inputs = tuple[Args, Kwargs]
 """Arguments and keyword arguments of a block, with a ``TensorMeta`` in place of each tensor."""
 
 
@@ -90,6 +91,11 @@ class BlockCost:
         parts |= {name: parts[name] + whole for name in ("forward", "forward_alone", "backward", "returned")}
         return BlockCost(**parts)
 
+    def of_slice(self, number: int) -> BlockCost:
+        """That of each of a number of ranks that share out the sequence, about: all but its weights and its calls."""
+        parts = {name: -(-value // number) for name, value in vars(self).items()}
+        return BlockCost(**{**parts, "casts": self.casts, "num_calls": self.num_calls})
+
 
 def block_costs(
     blocks: Mapping[str, nn.Module],
@@ -141,7 +147,7 @@ def block_cost(
         Exception: of the block, which can't run without data.
     """
 
-    def made(leaf: object) -> Any:
+    def made(leaf: object) -> object:
         if not isinstance(leaf, TensorMeta):
             return leaf
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device).requires_grad_(leaf.requires_grad)
@@ -153,7 +159,7 @@ def block_cost(
             parameters = planned.found(parameters)
         buffers = {name: torch.empty_like(buffer, device=device) for name, buffer in block.named_buffers()}
 
-        def call(own: Callable[..., object]) -> Any:
+        def call(own: Callable[..., object]) -> object:
             args, kwargs = tree_map(made, inputs)
             return measure(
                 lambda: tree_leaves(own(*args, **kwargs) if planned is None else planned.run(own, args, kwargs))
@@ -241,7 +247,9 @@ class _LiveBytes(CollectiveMode):
         self.peak = 0
         """Bytes that were alive at once, at most, since `restart`."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         self.num_calls += 1
         given = _storages((args, kwargs))
         results = func(*args, **(kwargs or {}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_3d.torch_internals.autograd import is_in_backward
-from lightning_3d.torch_internals.dispatch import GROUPED_MM, SCALED_GROUPED_MM, OperatorMode
+from lightning_3d.torch_internals.dispatch import GROUPED_MM, SCALED_GROUPED_MM, Operator, OperatorMode
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
-from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_leaves
 
 
 def _flops_of_grouped(input: Sequence[int], weight: Sequence[int], *_: object, **__: object) -> int:
@@ -37,7 +36,7 @@ FORMULAS = {
 _REGISTRY = FlopCounterMode(display=False, custom_mapping=FORMULAS).flop_registry
 
 
-def flops_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+def flops_of(func: object, args: Args, kwargs: Mapping[str, object], result: object) -> int:
     """The floating-point operations of an operator that has run, by torch's formula for it.
 
     ``FlopCounterMode`` itself hooks every module to name what it counts, and stages would take its hooks for the
@@ -56,7 +55,9 @@ class FlopCounter(OperatorMode):
         """Operations of forwards and backwards; recomputation adds none."""
         self.is_on = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # it calls the operator on its shards, which comes here
         result = func(*args, **(kwargs or {}))

@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.block_runner import SUMMON
+from lightning_3d.model.block_runner import SUMMON, AnyCallable
 from lightning_3d.torch_internals.dispatch import (
     GET_DEVICE,
     SET_DATA,
     DisableTorchFunctionSubclass,
+    OpOverload,
     TorchDispatchMode,
     draws_random_numbers,
     is_in_place,
@@ -44,7 +45,7 @@ from lightning_3d.torch_internals.dispatch import (
 from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import named_state
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import storage_of
 from lightning_3d.zero.attributes import OWN_PREFIX, successor
 
@@ -139,7 +140,7 @@ class AbsentTensor(Tensor):
     """A tensor that this rank has no values of."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: AnyCallable, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if func == SET_DATA:
@@ -179,7 +180,7 @@ class AbsentTensor(Tensor):
                     _become_absent(leaf, _lack(origin))
         return result
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         with DisableTorchFunctionSubclass():
             copied = successor(self, self.detach().clone())
         return _become_absent(copied, _lack(self))
@@ -207,7 +208,9 @@ class AdvanceRngOnMeta(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
         self._device = device
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         has_values = not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))
         if has_values or not draws_random_numbers(func, args, kwargs):
@@ -271,7 +274,7 @@ def _needs_values(name: str, absent: AbsentTensor) -> StepError:
     )
 
 
-def _reads_kind_alone(name: str, args: Sequence[Any]) -> bool:
+def _reads_kind_alone(name: str, args: Sequence[object]) -> bool:
     """Whether a function needs the type, the device and the shape of absent tensors alone."""
     return bool(args) and name in (_FOR_OTHERS if isinstance(args[0], AbsentTensor) else _BY_OTHERS)
 
@@ -282,7 +285,7 @@ def _of_its_kind(absent: AbsentTensor) -> Tensor:
         return torch.empty((), dtype=absent.dtype, device=_lack(absent).model.device).expand(absent.shape)
 
 
-def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+def _writes(name: str, kwargs: Mapping[str, object]) -> bool:
     """Whether a function changes its first argument in place."""
     return is_in_place(name) and kwargs.get("out") is None
 
@@ -291,7 +294,7 @@ def _without_values(part: DTensor) -> Tensor:
     return torch.empty(part.shape, dtype=part.dtype, device="meta")
 
 
-def _places_here(name: str, args: Any, kwargs: Any) -> list[bool]:
+def _places_here(name: str, args: Args, kwargs: Kwargs) -> list[bool]:
     """For each place of the lists that a function takes, whether nothing at it is absent; empty if something always is.
 
     Parts that tensor parallel leaves this rank compute as such at a place of their own only.
@@ -301,13 +304,13 @@ def _places_here(name: str, args: Any, kwargs: Any) -> list[bool]:
     return places if any(places) else []
 
 
-def _by_place(func: Any, args: Any, kwargs: Any, places: Sequence[bool]) -> Any:
+def _by_place(func: AnyCallable, args: Args, kwargs: Kwargs, places: Sequence[bool]) -> list[object]:
     """Call a function of lists for the places where all is here, and for the others."""
-    results: list[Any] = [None] * len(places)
+    results: list[object] = [None] * len(places)
     for is_here in (True, False):
         chosen = [i for i, here in enumerate(places) if here == is_here]
 
-        def at_these(value: Any, chosen: Sequence[int] = chosen) -> Any:
+        def at_these(value: object, chosen: Sequence[int] = chosen) -> object:
             return [value[i] for i in chosen] if isinstance(value, list | tuple) else value
 
         given = {name: at_these(value) for name, value in kwargs.items()}
@@ -320,7 +323,7 @@ def _is_here(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def _check(name: str, leaves: Iterable[Any], *, writes: bool) -> None:
+def _check(name: str, leaves: Iterable[object], *, writes: bool) -> None:
     """Raise for a function that needs values of absent tensors.
 
     One that changes an absent tensor may have any others: the stage that holds the tensor changes it. But where these
@@ -342,7 +345,7 @@ def _check(name: str, leaves: Iterable[Any], *, writes: bool) -> None:
         raise _needs_values(name, absent)
 
 
-def _with_values_of_stages(name: str, args: Any, kwargs: Any) -> Any:
+def _with_values_of_stages(name: str, args: Args, kwargs: Kwargs) -> Any:
     """The arguments of a function, with the values of those that no stage has all of."""
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     lack = next(_lack(leaf) for leaf in leaves if isinstance(leaf, AbsentTensor))

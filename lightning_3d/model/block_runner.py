@@ -39,6 +39,7 @@ from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.fsdp import is_refusal_of_changes
 from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler, parameters_of
 from lightning_3d.torch_internals.profiling import named
+from lightning_3d.torch_internals.pytree import Args, Kwargs
 
 _FORWARD = "forward"
 
@@ -46,13 +47,13 @@ SUMMON = "inside of `with trainer.strategy.summon_full_params(module):`"
 """Where a module is whole in every layout."""
 
 AnyCallable = Callable[..., Any]
-ForwardWrapper = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any]
+ForwardWrapper = Callable[[AnyCallable, Args, Kwargs], object]
 """Runs the author's forward with its arguments."""
-Compiled = Callable[[AnyCallable, ForwardWrapper | None, tuple[Any, ...], dict[str, Any]], Any]
+Compiled = Callable[[AnyCallable, ForwardWrapper | None, Args, Kwargs], object]
 """Runs the author's forward compiled, through what the present call wants around it; raises `NotCompilable` before any
 of its code has run where it has to run eagerly."""
 
-Deferred = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], AnyCallable | None]
+Deferred = Callable[[AnyCallable, Args, Kwargs], AnyCallable | None]
 """A call of a block with its hooks, and its arguments -> what answers it now; None if it has to be made."""
 
 
@@ -61,7 +62,7 @@ class Step(Protocol):
 
     def on_block(
         self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         """Answer a call of a block that glue made; ``call`` runs the block itself."""
 
 
@@ -91,16 +92,16 @@ class BlockRunner:
         """Its forward on shards, which ends in ``innermost``."""
         self.compiled: Compiled | None = None
         """Runs its forward compiled, on shards if it is on shards."""
-        self.recomputed: Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.recomputed: Callable[[AnyCallable, Args, Kwargs], object] | None = None
         """Makes calls of it so that the backward computes again what they computed."""
-        self.recomputed_eagerly: Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.recomputed_eagerly: Callable[[AnyCallable, Args, Kwargs], object] | None = None
         """The same for calls that are not compiled; those that are keep no more than these by themselves."""
         self.offloaded: Callable[[], AbstractContextManager[None]] | None = None
         """Makes the context of a call that moves what its backward needs to the host."""
-        self.pipeline_exchange: Callable[[BlockRunner, AnyCallable, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.pipeline_exchange: Callable[[BlockRunner, AnyCallable, Args, Kwargs], object] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
-        self.sliced: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-        """Cuts what a call gets along its sequence, where ranks share that."""
+        self.sliced: Callable[[AnyCallable, Args, Kwargs], object] | None = None
+        """Makes calls on what they get, cut along its sequence, where ranks share that."""
         self.sync_check: Callable[[str], None] | None = None
         """Called before its forward where that takes other ranks; raises if they run something else."""
         self.lazy: AnyCallable | None = None
@@ -169,13 +170,13 @@ class BlockRunner:
         finally:
             self._forward_wrapper = None
 
-    def call(self, *args: object, **kwargs: object) -> Any:
+    def call(self, *args: object, **kwargs: object) -> object:
         """In place of ``block(...)``."""
         if self.route is not None and (step := self.route.step) is not None:
             return step.on_block(self, self._call_hooked, args, kwargs)
         return self._joined(self._call_alone, args, kwargs)
 
-    def _joined(self, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def _joined(self, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         is_in_parts = (
             self.pipeline_exchange is not None or self.sharded is not None or isinstance(self.block, FSDPModule)
         )
@@ -190,7 +191,7 @@ class BlockRunner:
             else self.pipeline_exchange(self, call, args, kwargs)
         )
 
-    def _call_alone(self, *args: object, **kwargs: object) -> Any:
+    def _call_alone(self, *args: object, **kwargs: object) -> object:
         if not isinstance(self.block, FSDPModule) or self.pipeline_exchange is not None:
             return self._call_hooked(*args, **kwargs)
         self._meet_others()  # before the hooks gather
@@ -221,7 +222,7 @@ class BlockRunner:
         if self.sync_check is not None:
             self.sync_check(f"a call of {self.fqn}")
 
-    def _call_hooked(self, *args: object, **kwargs: object) -> Any:
+    def _call_hooked(self, *args: object, **kwargs: object) -> object:
         if isinstance(self.block, FSDPModule):
             self._check_own_weights()
         call = call_of(self.block)
@@ -259,7 +260,7 @@ class BlockRunner:
         if recomputed is None or self.route is None or self._forward_wrapper is not None:
             return compiled
 
-        def run(*args: object, **kwargs: object) -> Any:
+        def run(*args: object, **kwargs: object) -> object:
             self._is_recomputed = True
             try:
                 return compiled(*args, **kwargs)
@@ -269,7 +270,7 @@ class BlockRunner:
         return lambda *args, **kwargs: recomputed(run, args, kwargs)
 
     def _deferring(self, call: AnyCallable, deferred: Deferred) -> AnyCallable:
-        def answer(*args: object, **kwargs: object) -> Any:
+        def answer(*args: object, **kwargs: object) -> object:
             if (answered := deferred(call, args, kwargs)) is None:
                 return call(*args, **kwargs)
             forward_wrapper = self._take_forward_wrapper()
@@ -286,7 +287,7 @@ class BlockRunner:
         finally:
             self._is_late = False
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """In place of ``block.forward(...)``."""
         if self._is_late:
             return self._forward(*args, **kwargs)
@@ -294,13 +295,13 @@ class BlockRunner:
             return step.on_block(self, self._forward, args, kwargs)
         return self._joined(self._forward, args, kwargs)
 
-    def _forward(self, *args: object, **kwargs: object) -> Any:
+    def _forward(self, *args: object, **kwargs: object) -> object:
         self._check_present()
         offloaded = nullcontext() if self.offloaded is None or self.route is None else self.offloaded()
         with named(self.fqn), offloaded:
             return self._enable_recompute(*args, **kwargs)
 
-    def _enable_recompute(self, *args: object, **kwargs: object) -> Any:
+    def _enable_recompute(self, *args: object, **kwargs: object) -> object:
         if self.recomputed is None or self.route is None or self._is_recomputed:
             return self._compute(*args, **kwargs)
         return self.recomputed(self._compute, args, kwargs)
@@ -312,9 +313,10 @@ class BlockRunner:
             return call
         return lambda *args, **kwargs: recomputed(call, args, kwargs)
 
-    def _compute(self, *args: object, **kwargs: object) -> Any:
-        if self.sliced is not None:
-            args, kwargs = self.sliced(args, kwargs)
+    def _compute(self, *args: object, **kwargs: object) -> object:
+        return self._run(*args, **kwargs) if self.sliced is None else self.sliced(self._run, args, kwargs)
+
+    def _run(self, *args: object, **kwargs: object) -> object:
         forward_wrapper = self._take_forward_wrapper()
         if self.compiled is not None:
             try:
@@ -326,7 +328,7 @@ class BlockRunner:
             return self.innermost(*args, **kwargs)
         return self._eagerly(self.sharded)(*args, **kwargs)
 
-    def innermost(self, *args: object, **kwargs: object) -> Any:
+    def innermost(self, *args: object, **kwargs: object) -> object:
         """The author's forward, through what the present call wants around it."""
         forward_wrapper = self._take_forward_wrapper()
         run = self._own if self.sharded is not None else self._eagerly(self._own)
@@ -340,7 +342,7 @@ class BlockRunner:
         forward_wrapper, self._forward_wrapper = self._forward_wrapper, None
         return forward_wrapper
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
         steps = (
@@ -376,7 +378,7 @@ def own_forward(block: nn.Module) -> AnyCallable:
 
 def _noting_containers(
     changed: dict[int, Container], forward: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Any:
+) -> object:
     """Run ``forward`` and note what it changed in lists and dicts among its arguments, as FSDP2's hooks copied them."""
     containers = argument_containers(args, kwargs)
     before = [container.copy() for container in containers]

@@ -45,7 +45,7 @@ class CodeCaches:
         files = {name: sys.modules[name] for cls in classes if (name := cls.__module__) in sys.modules}
         for name, file in files.items():  # and classes beside them
             classes |= {cls for cls in vars(file).values() if isinstance(cls, type) and cls.__module__ == name}
-        self._owners: list[Any] = [*classes, *files.values()]
+        self._owners: list[type | ModuleType] = [*classes, *files.values()]
         values = [getattr(value, "__func__", value) for owner in self._owners for value in vars(owner).values()]
         self._lru_caches = {value for value in values if type(value) is _LruCache}  # gc.freeze() hides them
 
@@ -74,7 +74,7 @@ class _LruCaches:
     """All ``functools.lru_cache`` objects, which nothing lists but the garbage collector, in 0.1 s."""
 
     def __init__(self) -> None:
-        self._found: list[weakref.ref[Any]] = []
+        self._found: list[weakref.ref[object]] = []
         self._num_referrers = -1
 
     def of_users(self) -> list[Any]:
@@ -108,9 +108,9 @@ def _put_back(owner: type | ModuleType, before: Mapping[str, object]) -> None:
             delattr(owner, name) if name not in before else setattr(owner, name, before[name])
 
 
-def _containers(names: Mapping[str, Any]) -> list[Any]:
+def _containers(names: Mapping[str, object]) -> list[Any]:
     """The containers among attributes, also those inside of dicts, of objects, and in the closures of functions."""
-    found: list[Any] = []
+    found: list[object] = []
     for value in names.values():
         if isinstance(value, FunctionType):
             found.append(vars(value))
@@ -125,7 +125,7 @@ def _containers(names: Mapping[str, Any]) -> list[Any]:
     return [value for value in found if isinstance(value, CONTAINERS) and len(value) <= _MOST_ENTRIES]
 
 
-def _content_of_cell(cell: CellType) -> Any:
+def _content_of_cell(cell: CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # it is empty

@@ -24,7 +24,7 @@ def refill(container: Any, content: Any) -> None:
 _BUILTIN = frozenset({OrderedDict, *CONTAINERS})
 
 
-def _builtin(container: Any) -> Any:
+def _builtin(container: object) -> Any:
     """The built-in class behind the container's."""
     kind = type(container)
     return kind if kind in _BUILTIN else next(cls for cls in (OrderedDict, *CONTAINERS) if isinstance(container, cls))

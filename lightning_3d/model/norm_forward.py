@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -23,7 +22,7 @@ class NormForward:
         self.norm = norm
         self._around, self._own = forward_wrapper, norm.forward
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """In place of ``norm.forward(...)``."""
         return self._around(self._own, args, kwargs)
 

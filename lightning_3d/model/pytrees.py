@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_3d.torch_internals.pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-Container = list[Any] | dict[Any, Any]
+Container = list[object] | dict[object, object]
 
 _LISTS: Any = (list, deque)
 
@@ -39,7 +39,7 @@ def register_dataclasses(tree: object) -> None:
 
 def flatten_call(
     args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[list[Any], Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+) -> tuple[list[Any], Callable[[list[Any]], tuple[tuple[object, ...], dict[str, object]]]]:
     """The leaves among the arguments of a call, and what makes arguments of other leaves; fast for plain tensors."""
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):
         return list(args), lambda leaves: (tuple(leaves), {})
@@ -47,7 +47,7 @@ def flatten_call(
     return leaves, partial(tree_unflatten, treespec=spec)
 
 
-def with_replaced_leaves(tree: object, replace: Callable[[Any], object]) -> Any:
+def with_replaced_leaves(tree: object, replace: Callable[[object], object]) -> Any:
     """A tree with other leaves; lists and dicts get them and stay the objects that they are."""
     if isinstance(tree, Tensor):
         return replace(tree)
@@ -112,7 +112,7 @@ def as_called(tree: object) -> Any:
     return tree_map(lambda leaf: copied(leaf) if is_opaque(leaf) else leaf, tree)
 
 
-def copied(value: object, memo: dict[int, object] | None = None) -> Any:
+def copied(value: object, memo: dict[int, object] | None = None) -> object:
     """A copy of an opaque object, of the objects, lists and dicts in it and so on; tensors and modules are kept."""
     memo = {} if memo is None else memo
     if id(value) in memo:

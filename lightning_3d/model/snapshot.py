@@ -146,7 +146,7 @@ class _Container:
         self.nested: list[_Container | _Data] = []
         """Containers and data that were kept of its entries."""
 
-    def entries(self) -> Iterable[Any]:
+    def entries(self) -> Iterable[object]:
         """The entries of which something may have to be kept."""
         if isinstance(self.content, set):  # hashable, so not changed in place
             return ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils import swap_tensors
 
 from lightning_3d.errors import PlanError
 from lightning_3d.model.absent import READERS, AdvanceRngOnMeta
+from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.torch_internals.dispatch import (
     GET_DEVICE,
     GET_IS_META,
@@ -29,7 +30,7 @@ from lightning_3d.torch_internals.dispatch import (
 )
 from lightning_3d.torch_internals.modules import TRUNC_NORMAL
 from lightning_3d.torch_internals.patches import replaced
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
+from lightning_3d.torch_internals.pytree import Args, tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import count_as_parameter
 from lightning_3d.zero.attributes import OWN_PREFIX, users_attributes
 
@@ -43,7 +44,7 @@ class UnbuiltTensor(Tensor):
     """A tensor that rank 0 alone has the values of, while a model is built; it says that it lies on the host, too."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: AnyCallable, types: object, args: Args = (), kwargs: Any = None) -> object:
         if func == GET_DEVICE:
             return _HOST
         if func == GET_IS_META:
@@ -78,7 +79,7 @@ class UnbuiltTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, object]) -> UnbuiltTensor:
         return _unbuilt(self, _name_of(self))
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise _needs_values("pickling", self)
 
 
@@ -147,7 +148,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, UnbuiltTensor) else tensor.to("meta")
 
 
-def _written(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _written(func: AnyCallable, name: str, args: Args, kwargs: Mapping[str, object]) -> object:
     """The arguments that a function writes to."""
     if kwargs.get("out") is not None:
         return kwargs["out"]

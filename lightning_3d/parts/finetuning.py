@@ -26,7 +26,7 @@ def finetuning_joined(pipeline: dist.ProcessGroup) -> Iterator[None]:
     """Let the callbacks compare parameters that lie in parts on several ranks."""
     original = BaseFinetuning.filter_on_optimizer
 
-    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
         given = list(params)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = _numbers([*held, *given], pipeline)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +44,7 @@ class Layout:
     def __post_init__(self) -> None:
         self.modules, self.parameters = list(self.module.modules()), _parameters(self.module)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(None), ()
 
 
@@ -143,7 +142,7 @@ def unshard(module: nn.Module, copies: Sequence[nn.Module]) -> None:
 
 def full_modules(
     checkpoint: Mapping[str, object], model: nn.Module, summoned: AbstractContextManager[None], *, is_saved_here: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """A checkpoint with whole copies in place of modules of the model, as ``save_hyperparameters()`` puts them there;
     every rank calls it.
 
@@ -151,12 +150,12 @@ def full_modules(
         summoned: Lets the model be whole on every rank inside.
         is_saved_here: Whether this rank writes them.
     """
-    inner, memo = set(model.modules()), dict[int, Any]()
+    inner, memo = set(model.modules()), dict[int, object]()
 
     def is_inner(leaf: object) -> bool:
         return isinstance(leaf, nn.Module) and leaf in inner
 
-    def copied(leaf: object) -> Any:
+    def copied(leaf: object) -> object:
         if not is_inner(leaf):
             return leaf
         return copy.deepcopy(leaf, memo) if is_saved_here else None

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from types import MethodType
-from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -94,7 +93,7 @@ class _PartsWarning:
     def __deepcopy__(self, memo: dict[int, object]) -> _PartsWarning:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """In a pickle of the module, which must hold all of it."""
         module = None if self._original is None else self._original()
         if module is not None and holds_parts(module):

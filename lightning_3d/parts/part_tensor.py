@@ -28,6 +28,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.errors import StepError
 from lightning_3d.model.absent import AbsentTensor
+from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.parts.elementwise import is_elementwise
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.sharding.placement import ORDER, InterleavedShard, interleaved_parameters, order_of
@@ -40,7 +41,7 @@ from lightning_3d.torch_internals.dispatch import (
 )
 from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.modules import named_state
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.zero.attributes import OWN_PREFIX, successor
 from lightning_3d.zero.outside_reads import is_read, mark_whole, unsharded, whole_of
@@ -96,7 +97,7 @@ class PartTensor(DTensor):
     """A parameter of which this rank has a part, or what was computed from it element by element."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: AnyCallable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> object:
         kwargs, is_about = kwargs or {}, _is_about(func)
         if is_about and len(types) == 1:  # of its first argument; optimizers and FSDP2 ask that all the time
             return _about(func, args, kwargs)
@@ -126,7 +127,7 @@ class PartTensor(DTensor):
                 args, kwargs = tree_unflatten(leaves, spec)
                 return tree_map_only(DTensor, lambda result: _as_part(result, first), func(*args, **kwargs))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         with DisableTorchFunctionSubclass():
             copied = successor(self, self.detach().clone())
         return _become_part(copied, _part_of(self))
@@ -188,7 +189,7 @@ def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
 
 
-def _writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _writes(func: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether a function changes a part in place."""
     changed = args[:1] if is_in_place(_name(func)) or func == SET_DATA else kwargs.get("out")
     return any(isinstance(leaf, PartTensor) for leaf in tree_leaves(changed))
@@ -202,7 +203,7 @@ def _is_about(func: object) -> bool:
     return func in _ABOUT
 
 
-def _about(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _about(func: AnyCallable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Answer what is about a part, or gives the part itself."""
     with DisableTorchFunctionSubclass():
         tensor = args[0]
@@ -232,7 +233,7 @@ def _set_data(tensor: DTensor, values: Tensor) -> None:
     fill(tensor.detach(), full, order_of(tensor))
 
 
-def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _differentiated(func: AnyCallable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Differentiate by parts; gradients of parts are parts."""
     results = func(*args, **kwargs)
     if func is not torch.autograd.grad:
@@ -248,7 +249,7 @@ def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 # ---- computed on parts
 
 
-def _stays(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _stays(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether each rank can compute a function on its parts."""
     if not is_elementwise(name) or kwargs.get("out") is not None:
         return False
@@ -294,7 +295,7 @@ class _Gathered:
         """Take over what was changed."""
         fill(self.tensor.detach(), self.full.detach(), order_of(self.tensor))
 
-    def views_in(self, result: object) -> Any:
+    def views_in(self, result: object) -> object:
         """Let what shares memory with the full value write back."""
         storage = storage_id(self.full.untyped_storage())
 
@@ -312,7 +313,7 @@ class GatheredView(Tensor):
     """A view of a parameter's gathered value; what is changed in it goes back to the parts."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: AnyCallable, types: Sequence[type], args: Any = (), kwargs: Any = None) -> object:
         if any(issubclass(given, AbsentTensor) for given in types):
             return NotImplemented
         with DisableTorchFunctionSubclass():
@@ -322,7 +323,7 @@ class GatheredView(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def _on_full_values(func: object, args: object, kwargs: object) -> Any:
+def _on_full_values(func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
     gathered: dict[int, _Gathered] = {}  # by argument
 
     def full(leaf: PartTensor) -> Tensor:
@@ -339,7 +340,7 @@ def _views_in(*arguments: object) -> list[_Gathered]:
     return [vars(leaf)[_GATHERED] for leaf in tree_leaves(arguments) if isinstance(leaf, GatheredView)]
 
 
-def _written_back(func: Any, args: Any, kwargs: Any, gathered: Sequence[_Gathered]) -> Any:
+def _written_back(func: AnyCallable, args: Args, kwargs: Kwargs, gathered: Sequence[_Gathered]) -> object:
     """Call a function, and take over what it changes of gathered values."""
     versions = [version_of(entry.full) for entry in gathered]
     result = func(*args, **kwargs)

@@ -35,12 +35,12 @@ class _References:
         self._successors, self._package = successors, package
         self._seen: dict[int, object] = {}
 
-    def update(self, attributes: dict[str, Any]) -> None:
+    def update(self, attributes: dict[str, object]) -> None:
         for name in attributes.keys() - _OF_TORCH:
             if (now := self._followed(value := attributes[name])) is not value:
                 attributes[name] = now
 
-    def _followed(self, value: Any) -> Any:
+    def _followed(self, value: object) -> Any:
         if isinstance(value, Tensor):
             return self._successors.get(value, value)
         if isinstance(value, tuple):
@@ -56,7 +56,7 @@ class _References:
             self.update(getattr(value, "__dict__", {}))
         return value
 
-    def _of_tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _of_tuple(self, value: tuple[object, ...]) -> tuple[object, ...]:
         now = [self._followed(entry) for entry in value]
         if all(entry is before for entry, before in zip(now, value, strict=True)):
             return value

@@ -89,7 +89,7 @@ class _Probe:
             weights = {tensor: _weights_like(tensor, device) for tensor in self._state.values()}
             inputs, others = self._inputs(), self._inputs()
 
-        def run(given: Sequence[Any]) -> list[Any]:
+        def run(given: Sequence[object]) -> list[Any]:
             state = {name: weights[tensor].clone() for name, tensor in self._state.items()}
             own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]  # it may change them
             args, kwargs = as_called(tree_unflatten(own, self._spec))
@@ -112,19 +112,19 @@ class _Probe:
             first, second = run(self._half(inputs, 0)), run(self._half(inputs, 1))
         return any(not _are_alike(whole[i], (first[i] + second[i]) / 2) for i in of_batch)
 
-    def _inputs(self) -> list[Any]:
+    def _inputs(self) -> list[object]:
         return [meta.random() if isinstance(meta, TensorMeta) else meta for meta in self._metas]
 
-    def _half(self, inputs: Sequence[Any], index: int) -> list[Any]:
+    def _half(self, inputs: Sequence[object], index: int) -> list[object]:
         """The samples of the first half of these, or of the second."""
-        given: list[Any] = []
+        given: list[object] = []
         for leaf, meta, of_part in zip(inputs, self._metas, self._of_part, strict=True):
             dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
             own = leaf if isinstance(leaf, Tensor) else of_part
             given.append(own if dim is None else own.narrow(dim, index * (own.shape[dim] // 2), own.shape[dim] // 2))
         return given
 
-    def _with_other_half(self, inputs: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    def _with_other_half(self, inputs: Sequence[Any], others: Sequence[Any]) -> list[object]:
         """These, where the second half of the samples are others."""
         mixed = []
         for leaf, other, meta, of_part in zip(inputs, others, self._metas, self._of_part, strict=True):

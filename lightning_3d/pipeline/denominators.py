@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,11 +45,11 @@ class GhostTail(StageRun):
         """0-d tensors of float64."""
 
     @override
-    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> object:
         return self._skip(call, leaves)
 
     @override
-    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         position = self._position
         answer = super().on_function(func, args, kwargs)
         if self._position > position and self._flow.call_stages[position] == LOSS_CODE:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_3d.context.steps import ContextSteps
 from lightning_3d.distributed.agreement import gather_numbers, raise_on_all_ranks
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
@@ -84,6 +85,7 @@ class PipelineEngine:
         full_backward_stages: Stages whose backward stays in one piece where the schedule splits it.
         has_budget: Whether a step's memory is predicted for the loss that the plan names.
         sit_out: As of ``Stages``.
+        context: As of ``Stages``.
         shares_evaluations: Whether the replicas evaluate together, as those do that share weights.
     """
 
@@ -101,13 +103,14 @@ class PipelineEngine:
         full_backward_stages: Collection[int] = (),
         has_budget: bool = False,
         sit_out: Callable[[Sequence[str]], bool],
+        context: ContextSteps | None,
         shares_evaluations: bool,
     ) -> None:
         self._unsplit = full_backward_stages
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
         self._around_backward = around_backward
         self._group, self._replica = mesh.group("pp"), mesh.group("replica")
-        self._has_replicas, self._shares_evaluations = mesh.shape.dp > 1, shares_evaluations
+        self._has_replicas, self._shares_evaluations = mesh.shape.size("samples") > 1, shares_evaluations
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
         self.recorder: SpanRecorder | None = None
@@ -141,7 +144,10 @@ class PipelineEngine:
             merger=self._merger,
             randomness=randomness,
             sit_out=sit_out,
+            context=context,
         )
+        self.context = context
+        """As of ``Stages``."""
         self._before = BlocksBefore(block for fqn, block in router.blocks.items() if fqn not in router.absent)
         self._begun: OrderedDict[Hashable, None] = OrderedDict()  # kinds of steps that all ranks could begin
         self._last: dict[str, tuple[Sequence[StageFlow], Schedule]] = {}  # by name of the step, of one that succeeded
@@ -158,7 +164,7 @@ class PipelineEngine:
         number: int,
         backward: bool,
         loss_scale: float = 1.0,
-    ) -> Any:
+    ) -> object:
         """Run ``module.<name>(batch, *rest)`` in microbatches on all stages.
 
         Args:
@@ -184,8 +190,19 @@ class PipelineEngine:
             reports = step.finish()
             self._agree(step, everyone)
         assert schedule is not None
+        if self.context is not None and not self._last:
+            self._refuse_without_sequence(self.context)
         self._last[name] = step.flows, schedule
         return self._apply(reports)
+
+    def _refuse_without_sequence(self, context: ContextSteps) -> None:
+        """After the first step.
+
+        Raises:
+            PlanError: on all ranks, where no stage has got a sequence.
+        """
+        if not any(gather_numbers(context.has_sequence, group=self._group)):
+            raise context.no_sequence()
 
     def studies_again(self, failed: StepFailed) -> bool:
         """Whether a step that failed is to run again: it did otherwise than those that were studied, and is studied."""
@@ -206,7 +223,7 @@ class PipelineEngine:
         if failed is not None:
             raise failed
 
-    def _apply(self, reports: list[StageReport]) -> Any:
+    def _apply(self, reports: list[StageReport]) -> object:
         """Do on all stages what the step did, and return what it returned."""
         reports = share(
             reports,
@@ -232,7 +249,7 @@ class PipelineEngine:
             dist.barrier(self._group)
 
     def _begin(
-        self, name: str, batch: Any, rest: Sequence[Any], everyone: dist.ProcessGroup | None, **settings: Any
+        self, name: str, batch: object, rest: Sequence[object], everyone: dist.ProcessGroup | None, **settings: Any
     ) -> tuple[PipelineStep, Schedule | None]:
         """The step and its schedule; where this replica can't begin it, a step that has failed.
 
@@ -252,7 +269,7 @@ class PipelineEngine:
             return step, schedule
 
     def _split(
-        self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any
+        self, name: str, batch: object, rest: Sequence[object], *, backward: bool, **settings: Any
     ) -> tuple[PipelineStep, Schedule]:
         """Split the batch, and decide how the step is made of its microbatches; alike on all ranks of the replica."""
         planned = self._plan.num_microbatches

@@ -50,7 +50,7 @@ class GlueRun(StageRun):
         super().__init__(router, flow, 0, (), lambda call: nullcontext(), partial(_data_kept, draw))
         self._whole, self._index = whole, index
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by id and version: the tensor and its copy
-        self.given: list[list[Any]] = []
+        self.given: list[list[object]] = []
         """By call of a block: its flat arguments; None for what other blocks gave."""
         self.of_blocks: set[int] = set()
         """Ids in the trace of what the blocks gave."""
@@ -58,7 +58,7 @@ class GlueRun(StageRun):
         """The tensors that the code after the blocks gets."""
 
     @override
-    def run(self, step: Callable[[], object]) -> Any:
+    def run(self, step: Callable[[], object]) -> Sequence[Tensor]:
         self.sent = super().run(step)
         return self.sent
 
@@ -67,12 +67,12 @@ class GlueRun(StageRun):
         """Something stands in for what is absent."""
 
     @override
-    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> object:
         return super()._execute(call, leaves, partial(self._answered, call, leaves, run))
 
     def _answered(
         self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object], values: list[object]
-    ) -> Any:
+    ) -> object:
         if call.is_block:
             self._take(call, [self._id(leaf) for leaf in leaves], values)
             return tree_unflatten(call.answer(values, self._answer), call.spec)
@@ -90,14 +90,14 @@ class GlueRun(StageRun):
         pairs = zip(ids, values, strict=True)
         self.given.append([None if i in self.of_blocks else self._copy(value) for i, value in pairs])
 
-    def _copy(self, value: object) -> Any:
+    def _copy(self, value: object) -> object:
         """One for what several blocks get, as masks are."""
         if not isinstance(value, Tensor):
             return value
         _, copy = self._copies.setdefault((id(value), version_of(value)), (value, value.clone()))
         return copy
 
-    def _answer(self, position: int, result: Result) -> Any:
+    def _answer(self, position: int, result: Result) -> object:
         """A stand-in for an output of a block."""
         if result.tensor is None:
             return result.constant
@@ -110,7 +110,7 @@ class GlueRun(StageRun):
         has_samples = grown_dim(meta, self._whole.tensors[i]) is not None
         return _random(meta, i, 1 + self._index if has_samples else 0)
 
-    def _stand_in(self, value: object, position: int, call: TracedCall) -> Any:
+    def _stand_in(self, value: object, position: int, call: TracedCall) -> object:
         if not isinstance(value, Tensor) or not value.is_meta:
             return value
         device = self._flow.trace.tensors[call.outputs[0]].device
@@ -141,7 +141,7 @@ class WholeGlueRun(GlueRun):
         """In what the code after the blocks gets, by tensor."""
 
     @override
-    def run(self, step: Callable[[], object]) -> Any:
+    def run(self, step: Callable[[], object]) -> Sequence[Tensor]:
         sent = super().run(step)
         for i, *tensors in zip(self._flow.sent(0), sent, *(part.sent for part in self._parts), strict=True):
             repeats_per_sample = self._of_answers.get(i) or self._repeats_per_sample(tensors)
@@ -171,7 +171,7 @@ class WholeGlueRun(GlueRun):
         return None if is_number and any(part != whole for part in parts) else 1
 
     @override
-    def _answer(self, position: int, result: Result) -> Any:
+    def _answer(self, position: int, result: Result) -> object:
         if result.tensor is None:
             return result.constant
         meta = self._flow.trace.tensors[result.tensor]
@@ -193,7 +193,7 @@ def undropped(call: TracedCall, trace: Trace, values: Sequence[object]) -> Tenso
     return None
 
 
-def _data_kept(draw: Draw, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _data_kept(draw: Draw, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Make a call on the batch alone. What it draws for data (dropout, ``torch.bernoulli(x)``) the data stand for, as
     random numbers would hide them.
     """

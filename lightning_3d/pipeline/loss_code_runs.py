@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -65,7 +64,7 @@ class WatchedTail(StageRun):
         self.terms = LossTerms(self._value)
 
     @override
-    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         name = getattr(func, "__name__", "").strip("_")
         of_blocks = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf in self._ids]
         if name in _TIMES and of_blocks:
@@ -81,7 +80,7 @@ class WatchedTail(StageRun):
         return answer
 
     @override
-    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[object], run: Callable[[list[object]], object]) -> object:
         return super()._execute(call, leaves, partial(self._undropped, call) if call.is_random else run)
 
     def _undropped(self, call: TracedCall, values: list[object]) -> Tensor:
@@ -95,7 +94,7 @@ class WatchedTail(StageRun):
 class LossCodeRun:
     """A run of the code after the blocks."""
 
-    output: Any
+    output: object
     """The step's return value."""
     loss: Tensor
     of_received: Sequence[Tensor | None]
@@ -212,10 +211,10 @@ class LossCodeRuns:
             call.run(self._module)
         return run.denominators
 
-    def _run(self, run: StageRun, call: StepCall, context: StepContext) -> Any:
+    def _run(self, run: StageRun, call: StepCall, context: StepContext) -> object:
         """Run the step as ``run`` does; returns what it returned, or sends."""
 
-        def step() -> Any:
+        def step() -> object:
             return call.run(self._module), self._effects.collect(context)
 
         with self._effects.microbatch(context), self._sides_kept(call):

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -398,7 +397,7 @@ def _are_of_terms(
     return True
 
 
-def _mixed(batch: object, first: int, seed: int) -> Any:
+def _mixed(batch: object, first: int, seed: int) -> object:
     """The same batch with other data, that change which labels are valid, and how much they weigh: integers of the
     batch's own smallest or greatest values, or such as are ignored if it has any, in the places of some. Others may be
     out of range where the step indexes by them, after which a GPU's process can't go on.

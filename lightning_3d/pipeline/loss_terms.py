@@ -42,7 +42,7 @@ class LossTerms:
 
     def __init__(self, value_of: Callable[[Tensor], Tensor]) -> None:
         self._value_of = value_of
-        self._of_sums: dict[int, tuple[Tensor, list[LossTerm]]] = {}  # by id
+        self._of_sums: dict[int, tuple[object, list[LossTerm]]] = {}  # by id
 
     def of(self, number: Tensor) -> list[LossTerm]:
         """The terms of a 0-d tensor; itself if it is no sum."""
@@ -66,7 +66,7 @@ class LossTerms:
             return []
         return [replace(term, factor=term.factor / _number(other)) for term in self.of(trained[0])]
 
-    def note(self, number: Tensor, terms: list[LossTerm]) -> None:
+    def note(self, number: object, terms: list[LossTerm]) -> None:
         """A function has made it of these terms."""
         self._of_sums[id(number)] = number, terms
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,7 +156,7 @@ class Draws:
         """Whether microbatches drew any."""
         return any(self._drawn)
 
-    def note(self, index: int, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def note(self, index: int, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Make a call of a torch function for a microbatch, and note what it drew, if it did."""
         with RandomnessSeen() as randomness:
             output = func(*args, **kwargs)
@@ -165,7 +164,7 @@ class Draws:
             self._drawn[index].append(_Drawn([leaf.detach().clone() for leaf in _tensors(output)], _ints(args, kwargs)))
         return output
 
-    def repeat(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def repeat(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Make a call for the whole batch; if it draws, it gives what the microbatches drew.
 
         Raises:

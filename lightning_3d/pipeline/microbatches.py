@@ -18,7 +18,7 @@ from lightning_3d.torch_internals.tensors import version_of
 class Microbatch:
     """A part of a batch."""
 
-    batch: Any
+    batch: object
     weight: float
     """Its share of the batch's samples; the weights of a batch sum to 1."""
 
@@ -80,12 +80,12 @@ def split_batch(batch: object, num_microbatches: int) -> list[Microbatch]:
     return parts
 
 
-def samples_of(batch: object, start: int, stop: int) -> Any:
+def samples_of(batch: object, start: int, stop: int) -> object:
     """The samples from ``start`` up to ``stop``, as a batch."""
     return _slice(batch, start, stop, batch_size(batch))
 
 
-def map_tensors(batch: object, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(batch: object, change: Callable[[Tensor], Tensor]) -> object:
     """The same batch with other tensors."""
     return (
         change(batch) if isinstance(batch, Tensor) else _map_children(batch, lambda child: map_tensors(child, change))
@@ -101,7 +101,7 @@ def signature(batch: object) -> Hashable:
     )
 
 
-def _slice(tree: Any, start: int, stop: int, size: int) -> Any:
+def _slice(tree: Any, start: int, stop: int, size: int) -> object:
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.ndim > 0 else tree
     has_entries = type(tree) in (list, tuple) and len(tree) == size
@@ -110,7 +110,7 @@ def _slice(tree: Any, start: int, stop: int, size: int) -> Any:
     return _map_children(tree, lambda child: _slice(child, start, stop, size))
 
 
-def leaves_of(tree: object, path: str = "") -> list[tuple[str, Any]]:
+def leaves_of(tree: object, path: str = "") -> list[tuple[str, object]]:
     """The leaves of nested mappings, sequences and dataclasses, each with its path."""
     children = _children(tree)
     if children is None:
@@ -118,7 +118,7 @@ def leaves_of(tree: object, path: str = "") -> list[tuple[str, Any]]:
     return [found for name, child in children for found in leaves_of(child, f"{path}{name}")]
 
 
-def _children(tree: object) -> list[tuple[str, Any]] | None:
+def _children(tree: object) -> list[tuple[str, object]] | None:
     """The named parts of a container, or None for a leaf."""
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", value) for key, value in tree.items()]
@@ -129,7 +129,7 @@ def _children(tree: object) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _map_children(tree: Any, change: Any) -> Any:
+def _map_children(tree: object, change: Callable[[object], Any]) -> object:
     """Rebuild a container of the same type with changed parts; a leaf comes back as it is."""
     if isinstance(tree, Mapping):
         changed = {key: change(value) for key, value in tree.items()}
@@ -146,7 +146,7 @@ def _map_children(tree: Any, change: Any) -> Any:
     return tree
 
 
-def detached_from_inference(batch: object) -> Any:
+def detached_from_inference(batch: object) -> object:
     """Copies of tensors made under ``torch.inference_mode``, which neither autograd nor DTensor takes."""
     if isinstance(batch, Tensor):
         return batch.clone() if batch.is_inference() else batch
@@ -154,7 +154,7 @@ def detached_from_inference(batch: object) -> Any:
         return _map_children(batch, detached_from_inference)
 
 
-def copied_batch(batch: object) -> Any:
+def copied_batch(batch: object) -> object:
     """The same batch, for code that may change it in place."""
     return map_tensors(batch, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
 

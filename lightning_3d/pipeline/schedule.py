@@ -37,7 +37,7 @@ _MULTI = {
 }
 
 
-Forward = Callable[[int, int, tuple[Tensor, ...]], Any]
+Forward = Callable[[int, int, tuple[Tensor, ...]], Tensor | tuple[Tensor, ...]]
 """(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
 
 AroundBackward = Callable[..., AbstractContextManager[None]]
@@ -151,7 +151,7 @@ class _StageModule(nn.Module):
         self._stage = stage
         self._splits_backward = splits_backward
 
-    def forward(self, *received: Tensor, index: Tensor, run: Forward) -> Any:
+    def forward(self, *received: Tensor, index: Tensor, run: Forward) -> Tensor | tuple[Tensor, ...]:
         output = run(self._stage, int(index), received)
         if not self._splits_backward:
             return output
@@ -191,7 +191,7 @@ class _Stage(ShapedStage):
             is_unsplit=is_unsplit,
         )
 
-    def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+    def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[object]:
         if self.recorder is None:
             return named("stage", self.stage_index, kind, microbatch)
         return self.recorder.measure(kind, self.stage_index, microbatch)
@@ -208,7 +208,7 @@ class _Stage(ShapedStage):
             self.failed(cause, microbatch, self.stage_index)
             self.leave_backward(microbatch)
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> object:
         with self._measured("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 

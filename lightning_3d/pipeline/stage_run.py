@@ -22,8 +22,8 @@ from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.pipeline.glue_seen import HandedOver
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from lightning_3d.torch_internals.tensors import storage_id
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from lightning_3d.torch_internals.tensors import storage_of
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router, StepMode
 from lightning_3d.trace.refusals import DIFFERENTIATING, gradient_refused, user_frame
@@ -44,11 +44,11 @@ class StageExit(BaseException):
     """
 
 
-Draw = Callable[[AnyCallable, tuple[Any, ...], dict[str, Any]], Any]
+Draw = Callable[[AnyCallable, Args, Kwargs], object]
 """Makes a call of glue on the batch alone, which may draw random numbers."""
 
 
-def plain_call(func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def plain_call(func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
     """Make it as it is."""
     return func(*args, **kwargs)
 
@@ -65,6 +65,7 @@ class StageRun(StepMode):
         draw: Makes the calls that get no tensors of blocks.
         ends_in_trace: Whether the loss is to be made before the trace is stopped by code that reads data of blocks.
         handed: Notes what glue computes from the batch alone for the calls of the trace.
+        whole: Gives a tensor that is sent as other stages get it, where ranks have slices of it.
     """
 
     has_replicas = True
@@ -80,10 +81,11 @@ class StageRun(StepMode):
         *,
         ends_in_trace: bool = False,
         handed: HandedOver | None = None,
+        whole: Callable[[Tensor], Tensor] = made,
     ) -> None:
         super().__init__(router)
         self._draw = draw if handed is None else partial(handed.call, draw)
-        self._ends_in_trace, self._handed = ends_in_trace, handed
+        self._ends_in_trace, self._handed, self._full = ends_in_trace, handed, whole
         router.guard(flow.trace.unsent_attributes)
         self._randomness = randomness
         self._flow, self._stage = flow, stage
@@ -100,7 +102,7 @@ class StageRun(StepMode):
         self._at_hand = set(flow.received(stage))  # ids of values received or made here
         self._to_send = dict.fromkeys(flow.sent(stage))
         self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
-        self._changing: dict[int, Tensor] = {}  # by storage: buffers and others that further microbatches change
+        self._changing: dict[int | None, Tensor] = {}  # by storage: buffers and others that further microbatches change
 
     def run(self, step: Callable[[], object]) -> Any:
         """Run the step.
@@ -125,11 +127,11 @@ class StageRun(StepMode):
 
     def _sendable(self, tensor: Tensor) -> Tensor:
         """A tensor that stays as it is while it is sent."""
-        tensor = made(tensor)
-        is_changing = storage_id(tensor.untyped_storage()) in self._changing
+        tensor = self._full(tensor)
+        is_changing = storage_of(tensor) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 
-    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def on_function(self, func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         leaves, with_leaves = flatten_call(args, kwargs)
         name = getattr(func, "__name__", str(func))
         self._check_ghosts(leaves, name)
@@ -138,39 +140,35 @@ class StageRun(StepMode):
         if not any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in leaves):
             return self._draw(func, args, kwargs)
 
-        def run(values: list[object]) -> Any:
+        def run(values: list[object]) -> object:
             value_args, value_kwargs = with_leaves(values)
             return func(*value_args, **value_kwargs)
 
         return self._on_call(name, False, leaves, run)
 
-    def on_hidden_function(
-        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
-        def on_plain(*args: object, **kwargs: object) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: Args, kwargs: Kwargs) -> object:
+        def on_plain(*args: object, **kwargs: object) -> object:
             args, kwargs = tree_map(partial(made, reader=name), (args, kwargs))
             return call(*args, **kwargs)
 
         return super().on_hidden_function(name, on_plain, args, kwargs)
 
-    def on_block(
-        self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    def on_block(self, runner: BlockRunner, call: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         fqn, block = runner.fqn, runner.block
         leaves, with_leaves = flatten_call(args, kwargs)
         self._check_ghosts(leaves, fqn)
         side = SideOutputs() if self._expected is None else self._expected.side
         kept = self._flow.trace.kept_hooks.get(fqn, frozenset())
 
-        def run_block(args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        def run_block(args: Args, kwargs: Kwargs) -> object:
             if self.is_checkpointing:
                 return checkpoint(lambda *args: call(*args, **kwargs), *args, use_reentrant=False)
             return call(*args, **kwargs)
 
-        def run(values: list[object]) -> Any:
+        def run(values: list[object]) -> object:
             with hooks_noted(block, kept) as noted:
 
-                def forward_and_pack(forward: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+                def forward_and_pack(forward: AnyCallable, args: Args, kwargs: Kwargs) -> object:
                     output = forward(*args, **kwargs)
                     if tuple(note.call for note in noted) != side.hooks:
                         raise self._changed(f"{fqn} made other calls of forward hooks")
@@ -193,7 +191,9 @@ class StageRun(StepMode):
         calls = self._flow.trace.calls
         return calls[self._position] if self._position < len(calls) else None
 
-    def _on_call(self, name: str, is_block: bool, leaves: list[object], run: Callable[[list[object]], object]) -> Any:
+    def _on_call(
+        self, name: str, is_block: bool, leaves: list[object], run: Callable[[list[object]], object]
+    ) -> object:
         call = self._expected
         if call is None and (reader := self._flow.trace.stopped_by) is not None:
             if is_block:
@@ -222,8 +222,8 @@ class StageRun(StepMode):
         self._leave_if_done()
         return answer
 
-    def _skip(self, call: TracedCall, leaves: list[object]) -> Any:
-        def make(position: int, result: Result) -> Any:
+    def _skip(self, call: TracedCall, leaves: list[object]) -> object:
+        def make(position: int, result: Result) -> object:
             if result.tensor is None:
                 return result.constant
             ghost = Ghost(self._flow.trace.tensors[result.tensor])
@@ -236,12 +236,12 @@ class StageRun(StepMode):
         self._retag(call.aliased)
         return tree_unflatten(answer, call.spec)
 
-    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[object]], object]) -> object:
         values = [self._value(leaf) for leaf in leaves]
         self._check_at_hand(values, call)
         changing = [leaves[position] for position in call.mutated if leaves[position] not in self._ids]
         changing += self._router.blocks[call.name].buffers() if call.is_block else ()
-        self._changing.update((storage_id(tensor.untyped_storage()), tensor) for tensor in changing)
+        self._changing.update((storage_of(tensor), tensor) for tensor in changing)
         replaced = [self._ids[leaves[position]] for position in call.mutated if leaves[position] in self._ids]
         for old in (*replaced, *call.aliased):  # a later stage may read the value from before this in-place call
             if old in self._made:
@@ -251,7 +251,7 @@ class StageRun(StepMode):
         if len(outputs) != len(call.results) or spec != call.spec:
             raise self._changed(f"{call.name} returned another structure")
 
-        def make(position: int, result: Result) -> Any:
+        def make(position: int, result: Result) -> object:
             output = outputs[position]
             if result.tensor is not None:
                 if output.shape != self._flow.trace.tensors[result.tensor].shape:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_3d.context.steps import ContextSteps
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.pipeline.attempt import Failure
 from lightning_3d.pipeline.batch_loss import LossReduction
@@ -23,6 +24,7 @@ from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.pipeline.whole_loss_code import WholeLossCode, loss_to_come
 from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
@@ -35,9 +37,9 @@ class StageReport:
     """The outcome of a step on the whole batch, as far as a stage knows it."""
 
     stage: int
-    output: Any
+    output: object
     """The step's return value, joined over microbatches; None except from the last stage."""
-    effects: Sequence[Any]
+    effects: Sequence[object]
     """By effect, in order: what it did, joined over microbatches."""
 
 
@@ -56,6 +58,8 @@ class Stages:
     effects: StepEffects
     merger: Merger
     randomness: StepRandomness
+    context: ContextSteps | None
+    """Runs stages on slices of sequences, where ranks share these."""
     sit_out: Callable[[Sequence[str]], bool]
     """Told which blocks would run now, by FQN, in the collectives of whose weights this rank takes part for others;
     returns whether it can."""
@@ -77,7 +81,7 @@ class PipelineStep:
     """Counts the steps, for their random numbers."""
     backward: bool
     loss_scale: float
-    outputs: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, object] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
     unseen: list[UnseenError] = field(default_factory=list)
     """By run of a microbatch that did otherwise than those that were studied; the step fails when all have run."""
@@ -112,7 +116,7 @@ class PipelineStep:
                 self.fail(Failure(error=error, microbatch=index, stage=stage))
         return self._zeros(stage, index, received)
 
-    def _zeros(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
+    def _zeros(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Zeros, as a stage sends them that has failed."""
         if stage == self.stages.last:
             return loss_to_come(received, lambda: [None] * len(received)) if self.backward else ()
@@ -184,7 +188,7 @@ class PipelineStep:
         ]  # of leaves autocast would keep copies, as of weights
         return self.stages.rank_module(partial(self._run_inside, stage, index, part, flow), *repeats_per_sample)
 
-    def _run_inside(self, stage: int, index: int, part: StepCall, flow: StageFlow, *received: Tensor) -> Any:
+    def _run_inside(self, stage: int, index: int, part: StepCall, flow: StageFlow, *received: Tensor) -> object:
         counts = self.loss_code is None or part is self.loss_code.call
         is_end = stage == flow.num_stages - 1
         context = StepContext(
@@ -192,18 +196,29 @@ class PipelineStep:
         )
         effects = self.stages.effects
 
-        def call() -> Any:
+        def call() -> object:
             return part.run(self.stages.module), effects.collect(context)
 
         randomness = partial(self.stages.randomness.block, self.number, index)
         router = self.stages.router
         ends_in_trace, draw = self.decision.ends_in_trace, self._draw(stage, index)
         handed = self._handed(stage, part)
-        run = StageRun(router, flow, stage, received, randomness, draw, ends_in_trace=ends_in_trace, handed=handed)
+        context_steps = self.stages.context
+        run = StageRun(
+            router,
+            flow,
+            stage,
+            received,
+            randomness,
+            draw,
+            ends_in_trace=ends_in_trace,
+            handed=handed,
+            whole=made if context_steps is None else context_steps.whole,
+        )
         # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.
         kept = attributes_kept(router.blocks, flow.trace.block_side_effects if stage > self.stages.last else ())
         with effects.microbatch(context), kept:
-            answer = run.run(call)
+            answer = run.run(call) if context_steps is None else context_steps.run(partial(run.run, call))
             if handed is not None and (unseen := handed.problem(part.name)) is not None:
                 self.unseen.append(unseen)
             output, found = answer if is_end else (answer, effects.collect(context))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -30,8 +30,8 @@ class StepCall:
 
     name: str
     """``"training_step"``, ``"validation_step"``, ..."""
-    batch: Any
-    rest: Sequence[Any]
+    batch: object
+    rest: Sequence[object]
     """Its further arguments."""
     state: Hashable
     """All that its trace depends on besides the batch."""
@@ -50,7 +50,7 @@ class StepCall:
         """Samples in the batch."""
         return num_samples(self.batch)
 
-    def run(self, module: nn.Module) -> Any:
+    def run(self, module: nn.Module) -> object:
         """Call it; the batch stays as it is, for other stages, the code after the blocks, and a step that fails."""
         batch = copied_batch(self.batch) if self.kind in self.changing else self.batch
         return getattr(module, self.name)(batch, *self.rest)

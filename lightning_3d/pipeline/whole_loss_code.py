@@ -98,5 +98,5 @@ class _ToCome(torch.autograd.Function):
         return tensors[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.gradients()

@@ -75,8 +75,8 @@ def inline_text(why: str) -> str:
         why: From ``reason_for_inline``, or what stages can't follow.
     """
     return (
-        "steps run inline, on the whole batch, and each block where its weights are, so that one rank of the pipeline"
-        f" computes at a time: {why}"
+        "steps run inline, on the whole batch and whole sequences, and each block where its weights are, so that one"
+        f" rank of the pipeline computes at a time: {why}"
     )
 
 

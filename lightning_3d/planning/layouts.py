@@ -82,18 +82,23 @@ class Layout:
         )
 
 
-def candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_samples: int) -> list[Layout]:
+def candidates(
+    config: ThreeDConfig, world_size: int, ranks_per_node: int, num_samples: int, *, cuts_sequences: bool = False
+) -> list[Layout]:
     """The layouts that keep what is set, the simplest first: replicas, at ZeRO stage 1.
 
     Args:
         num_samples: Of a replica's batch; 1 if it can't be split.
+        cuts_sequences: Whether those that cut sequences are meant, where that is not set, in place of all others.
     """
-    found = _candidates(config, world_size, ranks_per_node, num_samples)
+    found = _candidates(config, world_size, ranks_per_node, num_samples, cuts_sequences=cuts_sequences)
     return sorted(found, key=lambda each: (each.shape.size("replica"), each.shape.pp))
 
 
-def _candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_samples: int) -> Iterator[Layout]:
-    for shape in _shapes(config, world_size):
+def _candidates(
+    config: ThreeDConfig, world_size: int, ranks_per_node: int, num_samples: int, *, cuts_sequences: bool
+) -> Iterator[Layout]:
+    for shape in _shapes(config, world_size, cuts_sequences=cuts_sequences):
         if config.tensor_parallel_size == 1 and ranks_per_node % shape.tp:  # its groups would be across nodes
             continue
         stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 0, 3)
@@ -103,14 +108,15 @@ def _candidates(config: ThreeDConfig, world_size: int, ranks_per_node: int, num_
                 yield Layout(shape=shape, zero_stage=stage, num_microbatches=number)
 
 
-def _shapes(config: ThreeDConfig, world_size: int) -> Iterator[MeshShape]:
+def _shapes(config: ThreeDConfig, world_size: int, *, cuts_sequences: bool) -> Iterator[MeshShape]:
     """Meshes of so many ranks that keep the sizes that are set."""
     of_batch = [axis for axis in AXES if axis.has_one_batch]
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     given = [getattr(config, axis.setting) for axis in of_batch]
-    # Sequences are cut where that is asked for: the memory of their activations is not divided in the model of a step.
-    is_free = [size == 1 and axis.cuts != "sequence" for axis, size in zip(of_batch, given, strict=True)]
-    free = [divisors if chosen else [size] for chosen, size in zip(is_free, given, strict=True)]
+    free = [
+        [size] if size > 1 else [d for d in divisors if axis.cuts != "sequence" or (d > 1) == cuts_sequences]
+        for axis, size in zip(of_batch, given, strict=True)
+    ]
     for sizes in product(*free):
         dp, rest = divmod(world_size, prod(sizes))
         if rest == 0 and config.data_parallel_size in ("auto", dp):

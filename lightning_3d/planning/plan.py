@@ -76,6 +76,8 @@ class Findings:
     """On each head on this rank: whether it is fused with its loss."""
     gathers: tuple[str, ...] = ()
     """On how this rank gathers parameters at ZeRO stage 3."""
+    slices: tuple[str, ...] = ()
+    """On each kind of call whose operands move between the ranks that share sequences: how, and the bytes sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,7 @@ class Plan:
         if self.shape.tp > 1:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
-        tables.extend([*self.findings.heads, *self.findings.gathers])
+        tables.extend([*self.findings.heads, *self.findings.gathers, *self.findings.slices])
         if self.memory:
             tables.append(memory_table(self.memory))
         tables.extend(map(str, self.optimizers))
@@ -242,7 +244,7 @@ def batch_norms_text(plan: Plan) -> str | None:
             f"{norms} normalises each microbatch by itself; its running statistics are those of the batch."
             " pipeline.mode=inline normalises the batch, as one process does"
         )
-    if plan.shape.dp > 1:
+    if plan.shape.size("samples") > 1:
         return f"{norms} normalises each data-parallel rank's batch by itself, as under DDP without sync_batchnorm"
     return None
 

@@ -21,6 +21,7 @@ from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Computation, schedule_order
 from lightning_3d.planning.shares import num_shards, num_sharing_of
+from lightning_3d.planning.slices import first_with_sequence, on_slices, sequence_of
 from lightning_3d.planning.stage_flow import StageFlow, cut_at_calls, stage_of_call
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.chunked_loss import chunk_length
@@ -110,7 +111,9 @@ class StepMemory:
         # Where the loss is the whole batch's, no backward begins before all forwards have run.
         schedule = "gpipe" if config.pipeline.loss == "whole" else config.pipeline.schedule
         self._orders = schedule_order(schedule, self._ranks, config.num_microbatches)
-        self._trace, self._storages, self._flow = trace, trace.storages, cut_at_calls(trace)
+        first = first_with_sequence(trace) if shape.cp > 1 else None
+        self._storages = trace.storages if first is None else on_slices(trace.storages, first, shape.cp)
+        self._trace, self._flow = trace, cut_at_calls(trace)
         self._positions: dict[int, list[int]] = {}  # number of a call of a block -> in the trace, with its glue
         for position, number in enumerate(self._flow.call_stages):
             self._positions.setdefault(number, []).append(position)
@@ -130,9 +133,12 @@ class StepMemory:
             if not call.is_block:
                 continue
             block, tensor = blocks[call.name], tensors.get(call.name)
-            self.costs[call.name] = measured[call.name] or _estimated(trace.storages.of_calls[position], trace.storages)
+            cost = measured[call.name]
+            if cost is not None and first is not None and position >= first:
+                cost = cost.of_slice(shape.cp)
+            self.costs[call.name] = cost or _estimated(self._storages.of_calls[position], self._storages)
             self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), config, shape)
-            if config.activations.fused_loss == "auto" and type(block) is nn.Linear:
+            if config.activations.fused_loss == "auto" and shape.cp == 1 and type(block) is nn.Linear:
                 num_classes = block.out_features // (1 if tensor is None else tensor.size)
                 if (fused := _fused_loss(position, num_classes, trace, trace.storages)) is not None:
                     self._fused[position] = fused
@@ -232,6 +238,14 @@ class StepMemory:
         """The operations of a rank, for each call of a block and the glue that follows it."""
         works = [self.work((number,), {}) for number in range(len(self._trace.block_calls))]
         return [int(work.flops + FLOPS_PER_BYTE * work.written) for work in works]
+
+    def sent_for_slices(self, fqn: str) -> int:
+        """Bytes that a rank sends for a block's forward and backward on slices of sequences, about: all-to-alls of
+        queries, keys, values and outputs, and of their gradients.
+        """
+        cp, of_calls = self._shape.cp, len(self._calls_of(fqn))
+        given = sequence_of(self._trace, fqn) if cp > 1 else None
+        return 0 if given is None else of_calls * 8 * given.num_bytes * (cp - 1) // cp**2
 
     def _calls_of(self, fqn: str) -> list[int]:
         return [i for i, call in enumerate(self._trace.calls) if call.is_block and call.name == fqn]

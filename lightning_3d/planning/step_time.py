@@ -63,8 +63,10 @@ def _stage_seconds(plan: Plan, step: StepMemory, machine: Machine, stage: int) -
         work += Work(calls=_CALLS_OF_STAGE)
         sent, send = plan.stages[stage], machine.network(shape.world_size)["send"]
         seconds += 2 * send.seconds(sent.bytes_sent, sent.num_sent)
-    links = machine.network(shape.tp)
+    links, between_slices = machine.network(shape.tp), machine.network(shape.cp * shape.tp)["all-gather"]
     for block in blocks:
+        if sent_bytes := step.sent_for_slices(block.fqn):
+            seconds += between_slices.seconds(sent_bytes, 8)
         if block.tensor is None or not block.tensor.is_sharded:
             continue
         work += Work(calls=(_CALLS_OF_SHARDED - 1) * step.costs[block.fqn].num_calls if block.fqn in step.costs else 0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +32,14 @@ class KeptInFp32:
     def __init__(self, forward: Callable[..., object], returned: torch.dtype | None, autocast: str | None) -> None:
         self._forward, self._returned, self._autocast = forward, returned, autocast
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run it."""
         args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
         with self._without_autocast():
             output = self._forward(*args, **kwargs)
         return output if self._returned is None else tree_map_only(Tensor, self._narrowed, output)
 
-    def _without_autocast(self) -> AbstractContextManager[Any]:
+    def _without_autocast(self) -> AbstractContextManager[object]:
         return nullcontext() if self._autocast is None else torch.autocast(self._autocast, enabled=False)
 
     def _narrowed(self, tensor: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class LossScale:
         elif self._is_dynamic and self._num_steps == self._window:
             self.value, self._num_steps = self.value * _FACTOR, 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """As that of a ``GradScaler``."""
         return {
             "scale": self.value,

@@ -128,7 +128,7 @@ class ThreeDPrecision(Precision):
         finally:
             self._end_backward = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """A copy takes part in no run."""
         return {**vars(self), "_norm": None, "_zero": None, "_scaling": None, "_names": {}}
 
@@ -205,19 +205,19 @@ class ThreeDPrecision(Precision):
         )
 
     @override
-    def convert_input(self, data: object) -> Any:
+    def convert_input(self, data: object) -> object:
         return self._lightnings.convert_input(data)
 
     @override
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
+    def tensor_init_context(self) -> AbstractContextManager[object]:
         return self._lightnings.tensor_init_context()
 
     @override
-    def module_init_context(self) -> AbstractContextManager[Any]:
+    def module_init_context(self) -> AbstractContextManager[object]:
         return self._lightnings.module_init_context()
 
     @override
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         if self.precision not in _AUTOCAST:
             return self._lightnings.forward_context()
         # Kept casts would outlive a step of their weights in this context; a pipeline keeps them among microbatches.
@@ -253,8 +253,8 @@ class ThreeDPrecision(Precision):
 
     @override
     def optimizer_step(  # type: ignore[override]
-        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], object], **kwargs: Any
+    ) -> object:
         if self._scaling is None:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         if isinstance(optimizer, LBFGS):
@@ -272,7 +272,7 @@ class ThreeDPrecision(Precision):
         return result
 
     @override
-    def _wrap_closure(self, model: LightningModule, optimizer: Optimizer, closure: Callable[[], object]) -> Any:  # type: ignore[override]
+    def _wrap_closure(self, model: LightningModule, optimizer: Optimizer, closure: Callable[[], object]) -> object:  # type: ignore[override]
         result = closure()
         if self._zero is not None and self._widens:
             self._zero.widen_gradients(p for group in optimizer.param_groups for p in group["params"])
@@ -309,7 +309,7 @@ class ThreeDPrecision(Precision):
     # ---- checkpoints
 
     @override
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {} if self._scaling is None else self._scaling.scale.state_dict()
 
     def take_other_scale(self, checkpoint: Mapping[str, Any]) -> None:
@@ -317,7 +317,7 @@ class ThreeDPrecision(Precision):
         self.load_state_dict(checkpoint.get(MixedPrecision.__qualname__, {}))
 
     @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         if self._scaling is not None and "scale" in state_dict:
             self._scaling.scale.load_state_dict(state_dict)
 

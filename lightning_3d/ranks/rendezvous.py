@@ -21,7 +21,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch.distributed as dist
 
@@ -57,7 +56,7 @@ class Rendezvous:
         weakref.finalize(opened, _leave, opened._store, opened._rank)
         return opened
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rendezvous:
+    def __deepcopy__(self, memo: dict[int, object]) -> Rendezvous:
         return self
 
     def sync_point(self) -> None:

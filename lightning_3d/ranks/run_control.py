@@ -7,7 +7,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
-from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -71,7 +70,7 @@ class RunControl:
 
     # ---- a run that goes well
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RunControl:
+    def __deepcopy__(self, memo: dict[int, object]) -> RunControl:
         """Itself, which the Trainer knows: it belongs to the process."""
         return self
 

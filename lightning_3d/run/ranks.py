@@ -105,7 +105,7 @@ class Ranks:
         """Connect the processes, watch them from here on, and give each its place."""
         strategy, shape = self._strategy, resolve_mesh_shape(config, world_size)
         self._before_seed = Generators(strategy.root_device).states()
-        if shape.dp > 1:  # as DDP does; a single replica goes on with the random numbers of one process
+        if shape.size("samples") > 1:  # as DDP does; a single replica goes on with the random numbers of one process
             reset_seed()
         set_world_ranks(strategy, world_size)
         self._connect(world_size)
@@ -126,7 +126,7 @@ class Ranks:
     def change_mesh(self, trainer: Trainer, config: ThreeDConfig) -> None:
         """Give each its place by settings that were chosen since."""
         self._place(trainer, config, resolve_mesh_shape(config, self.mesh.shape.world_size))
-        if self.mesh.shape.dp == 1:
+        if self.mesh.shape.size("samples") == 1:
             Generators(self._strategy.root_device).restore(self._before_seed)
 
     def _connect(self, world_size: int) -> None:

@@ -41,7 +41,7 @@ def open_before_planning(session: ExitStack, config: ThreeDConfig, mesh: Mesh) -
     """Enter what holds from before a model is made parallel on a mesh."""
     _enter(
         session,
-        (mesh.shape.dp == 1, logging_as_alone),
+        (mesh.shape.size("samples") == 1, logging_as_alone),
         (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
         (config.compile.enabled, modules_watched),
         (True, weights_shown),

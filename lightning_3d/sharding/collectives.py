@@ -34,7 +34,10 @@ from lightning_3d.sharding.placement import (
     Replicate,
     Shard,
     Sharded,
+    lengths_of,
 )
+from lightning_3d.sharding.sealed_tensor import SealedTensor
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 
 
 def redistribute(tensor: Tensor, axis: Axis, source: Placement, target: Placement, *, saves: bool = True) -> Tensor:
@@ -46,6 +49,8 @@ def redistribute(tensor: Tensor, axis: Axis, source: Placement, target: Placemen
     """
     if source == target:
         return tensor
+    if isinstance(tensor, SealedTensor):
+        return _of_sealed(tensor, axis, source, target, saves=saves)
     if isinstance(source, Replicate) and not tensor.requires_grad:
         return tensor if isinstance(target, Replicate) else _own(tensor, axis, target)
     arguments = tensor, axis, source, target, saves, not is_kept()
@@ -54,6 +59,20 @@ def redistribute(tensor: Tensor, axis: Axis, source: Placement, target: Placemen
     if tensor.requires_grad:
         axis.expect_backward(moved, tensor, source, target)
     return moved
+
+
+def _of_sealed(tensor: SealedTensor, axis: Axis, source: Placement, target: Placement, *, saves: bool) -> Tensor:
+    """The same where another axis cuts this rank's part: of its own part there.
+
+    It is of all of it where that dim changes, and where parts become uneven: ranks with other shapes may cut them in
+    other ways on the other axis, and then could not go on together.
+    """
+    other, run = tensor.sharded, functools.partial(redistribute, axis=axis, source=source, target=target, saves=saves)
+    is_same_dim = any(isinstance(at, Sharded) and at.dim == other.placement.dim for at in (source, target))
+    if is_same_dim or lengths_of(target) is not None:
+        with DisableTorchFunction():
+            return run(redistribute(other.own(), other.axis, other.placement, REPLICATE))
+    return tensor.on_own(run)
 
 
 def kind_of(source: Placement, target: Placement) -> Kind | None:
@@ -152,6 +171,8 @@ def _deinterleaved(full: Tensor, placement: Placement) -> Tensor:
 
 def of_first_rank(tensor: Tensor, axis: Axis) -> Tensor:
     """A plain tensor, which may differ by rounding from rank to rank, with the values of the first rank."""
+    if isinstance(tensor, SealedTensor):
+        return tensor.on_own(functools.partial(of_first_rank, axis=axis))
     with unseen_by_checkpoints():
         return cast(Tensor, _OfFirstRank.apply(tensor, axis))  # type: ignore[no-untyped-call]  # torch 2.13
 

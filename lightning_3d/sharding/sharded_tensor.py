@@ -121,19 +121,21 @@ def parts_of(tensor: object) -> InterleavedShard | None:
     return placement if type(placement) is InterleavedShard else None
 
 
-def change_kept(attributes: dict[str, Any], change: Callable[[Any], Any]) -> None:
-    """Change the leaves of those attributes of a module that are, or hold, sharded tensors."""
+def change_kept(
+    attributes: dict[str, Any], change: Callable[[Any], Any], kinds: tuple[type[Tensor], ...] = (ShardedTensor,)
+) -> None:
+    """Change the leaves of those attributes of a module that are, or hold, sharded tensors, or tensors of `kinds`."""
     for name, value in attributes.items():
-        if name not in TORCH_ATTRIBUTES and _holds_sharded_tensor(value):
+        if name not in TORCH_ATTRIBUTES and _holds(value, kinds):
             attributes[name] = tree_map(change, value)
 
 
-def _holds_sharded_tensor(value: object) -> bool:
+def _holds(value: object, kinds: tuple[type[Tensor], ...]) -> bool:
     if isinstance(value, Tensor):
-        return isinstance(value, ShardedTensor)
+        return isinstance(value, kinds)
     if not isinstance(value, list | tuple | dict):
         return False
-    return any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves(value))
+    return any(isinstance(leaf, kinds) for leaf in tree_leaves(value))
 
 
 def _refuse(gradient: Tensor) -> None:

@@ -18,6 +18,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import running
 from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.sharding.placement import Sharded
+from lightning_3d.sharding.sealed_tensor import SealedTensor
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, change_kept, shard_dim
 from lightning_3d.tensor.interpreter import TensorInterpreter
 from lightning_3d.tensor.own_shard import own_shard
@@ -28,7 +29,7 @@ from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import parameters_of
-from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
 Slot = tuple[nn.Module, str, Sharded | None]
@@ -79,8 +80,9 @@ class ShardedForward:
         interpreter.make_buffers_whole(self.modules)
         for module in self.modules:
             _gather_retained(vars(module), interpreter.whole)
-        output = interpreter.gathered(output, self.plan.unused_outputs)
-        return tree_map(_lazy_if_sharded, output) if self.plan.unused_outputs else output
+        if not (unused := self.plan.unused_outputs) or any(map(_is_sealed, tree_leaves(output))):
+            return interpreter.gathered(output, frozenset())
+        return tree_map(_lazy_if_sharded, interpreter.gathered(output, unused))
 
     def _run(self, interpreter: TensorInterpreter, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         with self.parameters(), self.modes(interpreter):
@@ -186,9 +188,14 @@ def _gather_retained(attributes: dict[str, object], whole: Callable[[Tensor], Te
     def shown(leaf: object) -> Any:
         if not isinstance(leaf, ShardedTensor):
             return leaf
-        return whole(leaf) if shard_dim(leaf) is None else lazily_gathered(leaf)
+        return whole(leaf) if shard_dim(leaf) is None or _is_sealed(leaf) else lazily_gathered(leaf)
 
     change_kept(attributes, shown)
+
+
+def _is_sealed(leaf: object) -> bool:
+    """Whether another axis, too, cuts a sharded tensor: it is gathered at once."""
+    return isinstance(leaf, ShardedTensor) and isinstance(leaf.local, SealedTensor)
 
 
 def _lazy_if_sharded(leaf: object) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook, _StopR
 from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.tensors import base_of
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 Generator = Callable[..., Iterator[None]]
 """Called with the function, then others; the function runs in the forward where it yields."""
 
@@ -74,11 +73,11 @@ def checkpoints_noted() -> Iterator[list[Function]]:
 
 
 @contextmanager
-def transforms_given(values: Callable[[Any], object]) -> Iterator[None]:
+def transforms_given(values: Callable[[object], object]) -> Iterator[None]:
     """Let transforms of ``torch.func`` that differentiate take ``values(argument)`` in place of each argument."""
     wrap = eager_transforms._wrap_tensor_for_grad
 
-    def wrapped(argument: object, level: int) -> Any:
+    def wrapped(argument: object, level: int) -> object:
         return wrap(values(argument), level)
 
     with replaced("transforms", eager_transforms, {wrap.__name__: wrapped}):

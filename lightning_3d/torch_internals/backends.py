@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from lightning_3d.torch_internals.patches import replaced
 
 def compile_graph(
     graph: nn.Module, inputs: Sequence[object], backend: str, mode: str, is_kept: IsKept | None = None
-) -> Callable[..., Any]:
+) -> Callable[..., Sequence[torch.Tensor]]:
     """Compile a graph whose random numbers stay those of eager code, and whose backward may run several times.
 
     The backward is compiled with the forward, so that it fails here.
@@ -35,11 +34,11 @@ def compile_graph(
     nothing_donated: dict[str, object] = {"collect_bw_donated_buffer_idxs": lambda *args: []}
     settings = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
     with replaced("donated buffers", graph_compile, nothing_donated), settings:
-        compiled: Callable[..., object] = _backend(backend, mode, is_kept)(graph, list(inputs))
+        compiled: Callable[..., Sequence[torch.Tensor]] = _backend(backend, mode, is_kept)(graph, list(inputs))
     return compiled
 
 
-def _backend(backend: str, mode: str, is_kept: IsKept | None) -> Callable[..., Any]:
+def _backend(backend: str, mode: str, is_kept: IsKept | None) -> Callable[..., Callable[..., Sequence[torch.Tensor]]]:
     # These take a second, which runs without compilation need not wait for.
     from torch._dynamo import lookup_backend
     from torch._dynamo.backends.common import aot_autograd
@@ -51,9 +50,9 @@ def _backend(backend: str, mode: str, is_kept: IsKept | None) -> Callable[..., A
     marks = JointGraphPass(is_kept)
     if backend != "inductor":
 
-        def without_backward(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        def without_backward(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
             refuse_wrong_code(graph.graph)
-            run: Callable[..., Any] = boxed_nop(graph, inputs)
+            run: Callable[..., object] = boxed_nop(graph, inputs)
             return run
 
         return aot_autograd(
@@ -62,6 +61,6 @@ def _backend(backend: str, mode: str, is_kept: IsKept | None) -> Callable[..., A
             partition_fn=marks.partition,
             keep_inference_input_mutations=True,
         )
-    inductor: Callable[..., Any] = lookup_backend(backend)
+    inductor: Callable[..., Callable[..., Sequence[torch.Tensor]]] = lookup_backend(backend)
     options = {**list_mode_options(mode), "fallback_random": True, "joint_custom_post_pass": marks}
     return partial(inductor, config_patches=options)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +100,7 @@ class _Refusing(OperatorMode):
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             raise NotCompilable(f"it communicates in place, by {func}")

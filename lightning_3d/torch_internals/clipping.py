@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -37,7 +36,7 @@ def clipping_replaced(replace_norm: Callable[[TotalNorm], TotalNorm], scale: Sca
             norm: Tensor = torchs(*args, **kwargs)
             return norm
 
-    def grouped(lists: Sequence[Sequence[Tensor]]) -> Any:
+    def grouped(lists: Sequence[Sequence[Tensor]]) -> object:
         local = [[t.to_local() if isinstance(t, DTensor) else t for t in tensors] for tensors in lists]
         return group(local) if local[0] else {}
 

@@ -25,7 +25,7 @@ from lightning_3d.torch_internals.patches import replaced
 
 FunctionClass = type[torch.autograd.Function]
 
-Answer = Callable[[FunctionClass, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Answer = Callable[[FunctionClass, Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """Answers the application of a custom function: its class, what applies it, its arguments and keyword arguments."""
 
 _MODULE: Any = autograd_function  # which has other names in other versions
@@ -38,7 +38,7 @@ def custom_functions_seen(answer: Answer) -> Iterator[None]:
     """Show the autograd functions applied inside to ``answer``; what it applies itself, to the one outside of it."""
     outer = _seen[-1]
 
-    def apply(cls: FunctionClass, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: FunctionClass, *args: Any, **kwargs: Any) -> object:
         return answer(cls, partial(outer, cls), args, kwargs)
 
     _seen.append(apply)
@@ -50,11 +50,11 @@ def custom_functions_seen(answer: Answer) -> Iterator[None]:
         _seen.pop()
 
 
-def _apply(cls: FunctionClass, *args: object, **kwargs: object) -> Any:
+def _apply(cls: FunctionClass, *args: object, **kwargs: object) -> object:
     return super(_BASE, cls).apply(*args, **kwargs)
 
 
-_seen: list[Callable[..., Any]] = [_apply]
+_seen: list[Callable[..., object]] = [_apply]
 """Run where a function is applied, the innermost last."""
 
 
@@ -62,7 +62,7 @@ class _Now(local):
     """The application that goes on in a thread, between two calls by C."""
 
     cls: FunctionClass | None = None
-    answers: tuple[Any, ...] = ()
+    answers: tuple[object, ...] = ()
     """None or one."""
 
 
@@ -70,14 +70,14 @@ class _Now(local):
 def _seen_in_c(apply: Callable[..., object]) -> Iterator[None]:
     now, bind, call = _Now(), _MODULE._bind_default_args, _MODULE._call_custom_function_call
 
-    def attribute(cls: FunctionClass, name: str) -> Any:
+    def attribute(cls: FunctionClass, name: str) -> object:
         if name == "setup_context" and issubclass(cls, torch.autograd.Function):
             now.cls = None if _is_named(name) else cls
             if now.cls is cls:
                 return attribute  # any but that of the base class
         return type.__getattribute__(cls, name)
 
-    def bind_and_answer(function: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> Any:
+    def bind_and_answer(function: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
         if now.cls is None:
             return bind(function, args, kwargs)
         cls, now.cls = now.cls, None
@@ -85,7 +85,7 @@ def _seen_in_c(apply: Callable[..., object]) -> Iterator[None]:
         _grad_increment_nesting()
         return args, kwargs
 
-    def give(cls: FunctionClass, args: tuple[object, ...], kwargs: dict[str, object] | None) -> Any:
+    def give(cls: FunctionClass, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
         if not now.answers:
             return call(cls, args, kwargs)
         _grad_decrement_nesting()

@@ -90,7 +90,7 @@ def around_fetches(trainer: Trainer, around: Callable[[], AbstractContextManager
     assert fetcher is not None
     original = type(fetcher).__next__
 
-    def fetch(of: Fetcher) -> Any:
+    def fetch(of: Fetcher) -> object:
         with around() if of is trainer.fit_loop._data_fetcher else nullcontext():
             return original(of)
 
@@ -103,8 +103,8 @@ def around_data(around: Callable[[], AbstractContextManager[None]]) -> Iterator[
     """Let the hooks that set data up and make dataloaders, and all iteration over these, run inside of this."""
     calls = ((call, call._call_setup_hook), (_DataLoaderSource, _DataLoaderSource.dataloader), *_ITERATES)
 
-    def within(original: Callable[..., object]) -> Callable[..., Any]:
-        def run(*args: object) -> Any:
+    def within(original: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object) -> object:
             with around():
                 return original(*args)
 

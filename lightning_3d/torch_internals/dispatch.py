@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,7 +144,7 @@ def is_in_place(name: str) -> bool:
     return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
-def used_together(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
+def used_together(name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[list[object]]:
     """The arguments that a function of torch combines: all of them, or, if it takes lists of tensors, those at one
     place of the lists; what it changes comes first.
     """
@@ -163,7 +162,7 @@ def name_of(op: Operator) -> str:
     return str(op.name())  # type: ignore[no-untyped-call]  # torch 2.13
 
 
-def written_arguments(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def written_arguments(op: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
     """The arguments that an operator writes to; optional ones that were not given are left out."""
     if not isinstance(op, OpOverload) or not schema_of(op).is_mutable:
         return []
@@ -218,7 +217,7 @@ def version_counter(tensor: Tensor) -> Tensor:
     return counter
 
 
-def draws_random_numbers(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws_random_numbers(op: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether this call of an operator draws random numbers; attention and cuDNN's RNNs do for dropout alone."""
     if not isinstance(op, OpOverload):
         return False
@@ -228,6 +227,6 @@ def draws_random_numbers(op: Operator, args: Sequence[Any], kwargs: Mapping[str,
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def may_write_any(op: OpOverload) -> bool:
+def may_write_any(op: Operator) -> bool:
     """Whether it is an operator whose schema hides that it writes: the collectives behind ``torch.distributed``."""
     return op.namespace == "c10d"

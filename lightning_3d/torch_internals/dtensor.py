@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +146,7 @@ _OF_ONE_DIM_MORE = frozenset({torch.ops.aten.unsqueeze, torch.ops.aten.select_ba
 """Ops whose ``dim`` is one of the result, which has a dim more than their tensor."""
 
 
-def _with_dims_from_0(op: OpOverload, args: Sequence[object]) -> tuple[Any, ...]:
+def _with_dims_from_0(op: OpOverload, args: Sequence[object]) -> tuple[object, ...]:
     """The same arguments with dim 2 for dim -1: torch 2.13's rule of scans (``cumsum``) takes -1 for no dim at all."""
     if not args or not isinstance(args[0], Tensor) or op.overloadpacket in _OF_ONE_DIM_MORE:
         return tuple(args)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from lightning_3d.torch_internals.capture import NotCompilable
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
-Backend = Callable[[GraphModule, list[Any]], Function]
+Backend = Callable[[GraphModule, list[object]], Function]
 """A graph and examples of its inputs -> what runs in its place."""
 
 
@@ -39,7 +38,7 @@ def compiled(function: Function, backend: Backend, *, dynamic: bool | None = Non
         NotFollowed: by what it returns, in place of running the function eagerly.
     """
 
-    def followed(*args: object, **kwargs: object) -> Any:
+    def followed(*args: object, **kwargs: object) -> object:
         if not torch.compiler.is_compiling():
             raise NotFollowed
         return function(*args, **kwargs)

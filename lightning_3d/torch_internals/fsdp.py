@@ -37,10 +37,10 @@ def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def waits_replaced(run: Callable[..., Any]) -> Iterator[None]:
+def waits_replaced(run: Callable[..., object]) -> Iterator[None]:
     """Let units call ``run(group, call)`` where the present stream waits for parameters, or for reduced gradients."""
 
-    def measured(name: str) -> Callable[[FSDPParamGroup], Any]:
+    def measured(name: str) -> Callable[[FSDPParamGroup], object]:
         original = getattr(FSDPParamGroup, name)
         return lambda units: run(units._all_gather_process_group, lambda: original(units))
 
@@ -154,7 +154,9 @@ def when_gathered(unit: FSDPModule, gathered: Callable[[list[Tensor]], None]) ->
 
 
 class _Then:
-    def __init__(self, group: Any, become: Callable[[], None], gathered: Callable[[list[Tensor]], None]) -> None:
+    def __init__(
+        self, group: FSDPParamGroup, become: Callable[[], None], gathered: Callable[[list[Tensor]], None]
+    ) -> None:
         self._group, self._become, self._gathered = group, become, gathered
 
     def __call__(self) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import MethodType
-from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -59,7 +59,7 @@ def _without_unit(unit: nn.Module) -> ExitStack:
     return undone
 
 
-def _without_hooks(hooks: dict[int, Any]) -> ExitStack:
+def _without_hooks(hooks: dict[int, Callable[..., object]]) -> ExitStack:
     """Let FSDP2's hooks and our own be out of a registry, which may be changed, until the end of what this returns."""
     before = dict(hooks)
     added = {key for key, hook in before.items() if str(getattr(hook, "__module__", "")).startswith(_OWN)}
@@ -83,7 +83,7 @@ def let_be_copied(unit: FSDPModule) -> None:
     vars(unit)[_COPY] = MethodType(_copied, unit)
 
 
-def _copied(unit: nn.Module, memo: dict[int, object]) -> Any:
+def _copied(unit: nn.Module, memo: dict[int, object]) -> object:
     assert isinstance(unit, FSDPModule)
     unit.reshard()
     with without_units(unit):

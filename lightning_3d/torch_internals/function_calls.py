@@ -13,7 +13,7 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Answer = Callable[[str, Callable[..., object], tuple[object, ...], dict[str, object]], object]
 """Answers a call: the module that calls, the function as it was, its arguments and keyword arguments."""
 
 
@@ -32,12 +32,12 @@ def calls_answered(functions: Iterable[Callable[..., object]], answer: Answer) -
 
 def _answer(
     answer: Answer, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-) -> Any:
+) -> object:
     caller = str(sys._getframe(2).f_globals.get("__name__"))  # beyond the code that took the place of the function's
     return answer(caller, original, args, kwargs)
 
 
-def _template(*args: Any, **kwargs: Any) -> Any:
+def _template(*args: object, **kwargs: object) -> object:
     call: Any = "what is called"
     return call(args, kwargs)
 

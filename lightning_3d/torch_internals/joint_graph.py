@@ -66,12 +66,14 @@ class JointGraphPass(CustomGraphPass):
         if self._is_kept is not None:
             _mark(graph, self._is_kept)
 
-    def uuid(self) -> Any:
+    def uuid(self) -> object:
         """Part of the key by which compiled code is found again."""
         rule = "" if self._is_kept is None else f"{self._is_kept.__module__}.{self._is_kept.__qualname__}"
         return get_hash_for_files((__file__,), extra=rule)
 
-    def partition(self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def partition(
+        self, module: GraphModule, inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
         """Mark a graph and cut it, as a ``partition_fn`` of AOTAutograd."""
         self(module.graph)
         cut: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(module, inputs, **kwargs)

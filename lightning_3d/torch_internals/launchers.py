@@ -40,7 +40,7 @@ class ProcessObserver(_ChildProcessObserver):
         other arguments: Lightning's.
     """
 
-    def __init__(self, main_pid: int, child_processes: list[subprocess.Popen[Any]], patience: float) -> None:
+    def __init__(self, main_pid: int, child_processes: list[subprocess.Popen[bytes]], patience: float) -> None:
         super().__init__(main_pid, child_processes)
         self._patience = patience
 
@@ -106,7 +106,7 @@ class ScriptLauncher(RunLauncher, _SubprocessScriptLauncher):
     @override
     def launch(
         self, function: Callable[..., object], *args: object, trainer: Trainer | None = None, **kwargs: object
-    ) -> Any:
+    ) -> object:
         with self._noted(function, *args, **kwargs):
             self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
             if not (self.cluster_environment.creates_processes_externally or self.is_interactive_compatible):
@@ -149,8 +149,8 @@ class ForkLauncher(RunLauncher, _MultiProcessingLauncher):
     @override
     def launch(
         self, function: Callable[..., object], *args: object, trainer: Trainer | None = None, **kwargs: object
-    ) -> Any:
-        def run() -> Any:
+    ) -> object:
+        def run() -> object:
             torch.set_num_threads(1)  # the threads of OpenMP, if this process has had any, are not forked
             with self._noted(function, *args, **kwargs):
                 return function(*args, **kwargs)

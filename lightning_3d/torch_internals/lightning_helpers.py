@@ -56,11 +56,11 @@ set_device = _update_properties
 """Tell a LightningModule, its children and its metrics the device and dtype that they report."""
 
 
-def load_folders(read: Callable[[Any, Any, bool | None], dict[str, Any] | None]) -> None:
+def load_folders(read: Callable[[object, object, bool | None], dict[str, object] | None]) -> None:
     """Let ``load_from_checkpoint`` take what ``read(path, map_location, weights_only)`` gives, unless that is None."""
     load = saving.pl_load  # type: ignore[attr-defined]  # not exported
 
-    def pl_load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    def pl_load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> object:
         read_here = read(path, map_location, weights_only)
         return load(path, map_location=map_location, weights_only=weights_only) if read_here is None else read_here
 
@@ -194,12 +194,12 @@ def logging_as_alone() -> Iterator[None]:
 class Loaders:
     """The dataloaders of a loop."""
 
-    flat: Sequence[Any]
+    flat: Sequence[object]
     is_sequential: bool
     """Whether the loop takes batches of one after the other; else each batch has one of each."""
     _spec: Any
 
-    def structured(self, batches: Sequence[object]) -> Any:
+    def structured(self, batches: Sequence[object]) -> object:
         """Batches of the loaders in the containers that the loaders came in."""
         return tree_unflatten(list(batches), self._spec)
 
@@ -245,7 +245,7 @@ def change_loaders(trainer: Trainer, change: Callable[[Any], object]) -> None:
     loop._combined_loader.flattened = list(map(change, loop._combined_loader.flattened))
 
 
-def fetched_ahead(trainer: Trainer) -> list[Any]:
+def fetched_ahead(trainer: Trainer) -> list[object]:
     """The batches that training has fetched before it starts, as it does from dataloaders without a length."""
     fetcher = trainer.fit_loop._data_fetcher
     return [batch for batch, *_ in fetcher.batches] if isinstance(fetcher, _PrefetchDataFetcher) else []
@@ -288,7 +288,7 @@ def set_up_validation(trainer: Trainer) -> None:
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
 
 
-def before_transfer(module: LightningModule, batch: object) -> Any:
+def before_transfer(module: LightningModule, batch: object) -> object:
     """A batch as the user's ``on_before_batch_transfer`` leaves it."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
 

@@ -24,7 +24,7 @@ def weights_shown() -> AbstractContextManager[None]:
     return calls_answered([F.l1_loss], _with_weights)
 
 
-def _with_weights(_: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_weights(_: str, original: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     given = _SIGNATURE.bind(*args, **kwargs).arguments
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
     if has_torch_function(tensors):

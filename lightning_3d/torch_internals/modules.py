@@ -42,13 +42,13 @@ APPLY = "_apply"
 TRUNC_NORMAL = "_no_grad_trunc_normal_"
 """The function of ``torch.nn.init`` by which ``trunc_normal_`` draws, also where that was imported by name."""
 
-Hooks = OrderedDict[int, Any]
+Hooks = OrderedDict[int, Callable[..., object]]
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
 buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(CHILDREN)
 forward_hooks: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks")
-forward_hooks_with_kwargs: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks_with_kwargs")
+forward_hooks_with_kwargs: Callable[[nn.Module], OrderedDict[int, bool]] = attrgetter("_forward_hooks_with_kwargs")
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
@@ -74,7 +74,7 @@ def move_other_state(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) or tensor.is_meta else tensor.to(device))
 
 
-def call_of(module: nn.Module) -> Callable[..., Any]:
+def call_of(module: nn.Module) -> Callable[..., object]:
     """The call of ``module(...)`` otherwise: hooks and forward. A compiler can follow it, unlike an ``attrgetter``."""
     return module._call_impl
 
@@ -105,7 +105,9 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def observer_registries(module: nn.Module | None) -> tuple[dict[int, Any], dict[int, Any]]:
+def observer_registries(
+    module: nn.Module | None,
+) -> tuple[dict[int, Callable[..., object]], dict[int, Callable[..., object]]]:
     """The hooks that may look at what a module is given, and at what it returns; without a module, those for all."""
     if module is None:
         return _global_forward_pre_hooks, _global_forward_hooks

@@ -6,8 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, cast
+from typing import cast
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer, swa_utils
 from torch.utils.hooks import RemovableHandle
 
@@ -41,9 +43,11 @@ def averages_grouped() -> AbstractContextManager[None]:
     return replaced("averages", swa_utils, {"_group_tensors_by_device_and_dtype": _by_device_and_dtype})
 
 
-def _by_device_and_dtype(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> dict[Any, Any]:
+def _by_device_and_dtype(
+    lists: Sequence[Sequence[Tensor]], with_indices: bool = False
+) -> dict[tuple[torch.device, torch.dtype], tuple[list[list[Tensor]], list[int]]]:
     """(device, dtype) -> the tensors of each list that go with those of the first that have them, and their places."""
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(lists[0]):
         groups.setdefault((tensor.device, tensor.dtype), []).append(i)
     return {key: ([[values[i] for i in places] for values in lists], places) for key, places in groups.items()}

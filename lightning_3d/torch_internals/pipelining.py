@@ -152,7 +152,7 @@ class ShapedStage(PipelineStage):
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, object]] | None]:
         """Run a backward of a microbatch, in one piece where it can't be split, which leaves no weights for later.
 
         Torch goes through the graph for one group of weights after the other, and groups may share what is no path from
@@ -168,7 +168,7 @@ class ShapedStage(PipelineStage):
         gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
         return gradients, []
 
-    def _is_splittable(self, outputs: Sequence[Tensor | GradientEdge | None], inputs: Sequence[Any]) -> bool:
+    def _is_splittable(self, outputs: Sequence[Tensor | GradientEdge | None], inputs: Sequence[object]) -> bool:
         """Whether torch can split the backward.
 
         It looks for weights along the paths from received tensors that require grad, and a reentrant checkpoint takes

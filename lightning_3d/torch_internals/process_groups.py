@@ -15,11 +15,10 @@ sent; so the groups of a process share their devices, as gloo lets contexts do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +35,7 @@ abort_process_group = distributed_c10d._abort_process_group
 object_device = distributed_c10d._get_object_coll_device
 """The type of the device by which a group exchanges objects: that of CPUs where it has a backend for them."""
 
-HIDDEN_COLLECTIVES: frozenset[Callable[..., Any]] = frozenset(
+HIDDEN_COLLECTIVES: frozenset[Callable[..., object]] = frozenset(
     {distributed_c10d._all_gather_base, distributed_c10d._reduce_scatter_base}
 )
 """Collectives that torch's norms, differentiable collectives and older packages call in place of public ones."""
@@ -60,7 +59,7 @@ def further_store(name: str) -> Store:
 
 
 @cache
-def _shared_devices(interfaces: str, process: int) -> list[Any]:
+def _shared_devices(interfaces: str, process: int) -> Sequence[object]:
     """The devices of all groups of a process; a fork has its own, as threads do not go along with it.
 
     Args:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 from torch.utils import _pytree
 from torch.utils._pytree import (
@@ -15,6 +14,9 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "Args",
+    "Arguments",
+    "Kwargs",
     "TreeSpec",
     "forget_dataclasses",
     "register_dataclass",
@@ -25,6 +27,11 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+Arguments = tuple[Args, Kwargs]
+"""The positional arguments of a call, and those by name."""
 
 _OURS = "lightning_3d:"
 
@@ -41,17 +48,17 @@ def register_dataclass(cls: type[object]) -> None:
         return
     declared = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
-    def flatten(value: object) -> tuple[list[Any], tuple[list[str], list[str]]]:
+    def flatten(value: object) -> tuple[list[object], tuple[list[str], list[str]]]:
         own = {name: getattr(value, name) for name in declared if hasattr(value, name)}
         own.update(getattr(value, "__dict__", {}))
         children = {name: child for name, child in own.items() if child is not None}
         return [*children.values()], ([*children], [name for name in own if name not in children])
 
-    def flatten_with_keys(value: object) -> tuple[list[tuple[_pytree.KeyEntry, Any]], tuple[list[str], list[str]]]:
+    def flatten_with_keys(value: object) -> tuple[list[tuple[_pytree.KeyEntry, object]], tuple[list[str], list[str]]]:
         children, names = flatten(value)
         return [(_pytree.GetAttrKey(name), child) for name, child in zip(names[0], children, strict=True)], names
 
-    def unflatten(children: Iterable[object], names: tuple[list[str], list[str]]) -> Any:
+    def unflatten(children: Iterable[object], names: tuple[list[str], list[str]]) -> object:
         value = object.__new__(cls)
         for name in names[1]:
             object.__setattr__(value, name, None)
@@ -64,7 +71,7 @@ def register_dataclass(cls: type[object]) -> None:
     )
 
 
-def registered_dataclasses() -> list[type[Any]]:
+def registered_dataclasses() -> list[type[object]]:
     """All classes that `register_dataclass` registered."""
     types = _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
     return [cls for name, cls in types.items() if name.startswith(_OURS)]

@@ -53,5 +53,5 @@ class _Records:
     def __init__(self, writer: Any, content: Callable[[UntypedStorage], UntypedStorage]) -> None:
         self._writer, self._content = writer, content
 
-    def write_record(self, name: str, data: Any, size: int) -> None:
+    def write_record(self, name: str, data: object, size: int) -> None:
         self._writer.write_record(name, self._content(data) if isinstance(data, UntypedStorage) else data, size)

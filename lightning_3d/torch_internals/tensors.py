@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction
+
 IS_PARAMETER = "_is_param"
 """The attribute by which ``isinstance(tensor, nn.Parameter)`` knows tensors of other classes."""
 
@@ -66,7 +68,8 @@ def storage_of(tensor: Tensor) -> int | None:
     """The `storage_id` of a tensor's memory; None for one that has none of its own, as sparse ones."""
     if tensor.layout is not torch.strided or tensor.is_nested or untransformed(tensor) is not tensor:
         return None
-    return storage_id(tensor.untyped_storage())
+    with DisableTorchFunction():  # of a tensor of a subclass, it stands for no other's
+        return storage_id(tensor.untyped_storage())
 
 
 def count_as_parameter(tensor: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -57,7 +56,7 @@ class _Guard:
     def __init__(self, fqn: str, name: str, is_glue: Callable[[], bool]) -> None:
         self._fqn, self._name, self._is_glue = fqn, name, is_glue
 
-    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> object:
         if module is None:
             return self
         if self._is_glue():

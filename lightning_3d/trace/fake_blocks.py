@@ -25,7 +25,7 @@ from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import AnyCallable, own_forward
 from lightning_3d.model.code_caches import CodeCaches
 from lightning_3d.model.pytrees import copied, is_opaque
-from lightning_3d.torch_internals.dispatch import OperatorMode, draws_random_numbers
+from lightning_3d.torch_internals.dispatch import Operator, OperatorMode, draws_random_numbers
 from lightning_3d.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
@@ -33,7 +33,7 @@ from lightning_3d.torch_internals.fake_tensors import (
     unset_fake_temporarily,
 )
 from lightning_3d.torch_internals.modules import RunningNorm, named_state
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_flatten, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.tensors import apart, version_of
 from lightning_3d.trace.side_outputs import (
     HookCall,
@@ -47,7 +47,7 @@ from lightning_3d.trace.side_outputs import (
 T = TypeVar("T")
 
 
-def run_with_state(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_with_state(block: nn.Module, state: dict[str, Tensor], args: Args, kwargs: Kwargs) -> object:
     """Run the block's own forward with ``state`` in place of its parameters and buffers, past hooks and wrappers."""
     return with_state(block, state, lambda forward: forward(*args, **kwargs))
 
@@ -88,7 +88,7 @@ class RandomRun:
         self._fakes, self._known, self._mode = fakes, known, mode
         self._stand_ins: dict[int, Tensor] = {}  # id of a fake -> real tensor
         self._real_mode = ExitStack()
-        self.arguments: list[Any] = []
+        self.arguments: list[object] = []
         """The flat arguments with real tensors."""
 
     def __enter__(self) -> RandomRun:
@@ -115,7 +115,7 @@ class RandomRun:
             self._stand_ins[id(fake)] = made.requires_grad_(fake.requires_grad)
         return self._stand_ins[id(fake)]
 
-    def as_fakes(self, outputs: Any) -> Any:
+    def as_fakes(self, outputs: object) -> object:
         """After the run: fakes of what came out. In-place changes of arguments show in the versions of their fakes."""
         fakes: dict[int, Tensor] = {}  # id of a real tensor -> its fake
         for fake, leaf, version in zip(self._fakes, self.arguments, self._versions, strict=True):
@@ -159,7 +159,9 @@ class RandomnessSeen(OperatorMode):
         super().__init__()
         self.seen = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         self.seen |= draws_random_numbers(func, args, kwargs)
         return func(*args, **kwargs)
@@ -179,7 +181,7 @@ class Copies:
         self._device = device
         self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def mode(self) -> AbstractContextManager[Any]:
+    def mode(self) -> AbstractContextManager[object]:
         """To compute in."""
         return nullcontext()
 
@@ -216,7 +218,7 @@ class Fakes(Copies):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @override
-    def mode(self) -> AbstractContextManager[Any]:
+    def mode(self) -> AbstractContextManager[object]:
         return on_fake_tensors(self.fake_mode)
 
     @override
@@ -264,7 +266,9 @@ class FakeBlocks:
                 self._state[fqn][f"{inner}.{name.rpartition('.')[2]}".removeprefix(".")] = fakes.of_state(tensor)
                 self.tensors.add(tensor)
 
-    def run(self, fqn: str, block: nn.Module, arguments: Any, known: Mapping[int, Tensor]) -> tuple[Any, SideOutputs]:
+    def run(
+        self, fqn: str, block: nn.Module, arguments: Any, known: Mapping[int, Tensor]
+    ) -> tuple[object, SideOutputs]:
         """Run a block.
 
         Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +100,7 @@ class Ghost(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
         cls, func: Callable[..., object], types: Sequence[type], args: tuple[object, ...] = (), kwargs: object = None
-    ) -> Any:
+    ) -> object:
         if func is torch.ops.aten.detach.default:  # nn.Parameter and .data make one
             return args[0]
         raise TraceError(

@@ -26,6 +26,7 @@ from lightning_3d.torch_internals.autograd import checkpoints_replaced, is_reent
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import function_modes, without_function_mode
 from lightning_3d.torch_internals.distributions import arguments_unchecked
+from lightning_3d.torch_internals.pytree import Args, Kwargs
 from lightning_3d.trace.attributes import AttributeGuards
 
 _TENSOR_GETTERS = frozenset(
@@ -82,9 +83,7 @@ class SeesCheckpoints(ABC):
         """Whether the present code is outside of blocks."""
 
     @abstractmethod
-    def on_hidden_function(
-        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         """Answer a custom autograd function."""
 
     @contextmanager
@@ -113,16 +112,16 @@ class StepMode(SeesCheckpoints, TorchFunctionMode):
         self._hidden = ExitStack()
 
     @abstractmethod
-    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         """Answer a torch function called in glue."""
 
     @abstractmethod
-    def on_block(
-        self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    def on_block(self, runner: BlockRunner, call: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         """Answer the call of a block; ``call`` runs the block itself."""
 
-    def __torch_function__(self, func: AnyCallable, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyCallable, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if reads_meta_only(func):
             return func(*args, **kwargs)
@@ -136,12 +135,10 @@ class StepMode(SeesCheckpoints, TorchFunctionMode):
         """Whether the present code is glue rather than a block or a torch function."""
         return self._router.step is self and not self._is_answering
 
-    def on_hidden_function(
-        self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    def on_hidden_function(self, name: str, call: AnyCallable, args: Args, kwargs: Kwargs) -> Any:
         """Answer a custom autograd function called in glue."""
 
-        def named(*args: object, **kwargs: object) -> Any:
+        def named(*args: object, **kwargs: object) -> object:
             return call(*args, **kwargs)
 
         named.__name__ = name
@@ -194,9 +191,7 @@ def present_step() -> StepMode | None:
 def hidden_calls_seen(step: SeesCheckpoints) -> Iterator[None]:
     """Show custom autograd functions and checkpoints in glue to ``step``."""
 
-    def answer(
-        cls: type[torch.autograd.Function], call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def answer(cls: type[torch.autograd.Function], call: AnyCallable, args: tuple[Any, ...], kwargs: Kwargs) -> object:
         if not step.is_in_glue():
             return call(*args, **kwargs)
         if is_reentrant(cls):

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.model.block_runner import is_own
+from lightning_3d.model.block_runner import AnyCallable, is_own
 from lightning_3d.model.containers import refill
 from lightning_3d.model.pytrees import argument_containers, changed_containers, holds_tensors, is_same
 from lightning_3d.torch_internals.modules import (
@@ -28,8 +28,9 @@ from lightning_3d.torch_internals.modules import (
     forward_hooks_with_kwargs,
     observer_registries,
 )
+from lightning_3d.torch_internals.pytree import Args, Arguments, Kwargs
 
-Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+Hook = Callable[[nn.Module, Args, Kwargs, object], object]
 """A forward hook: (module, args, kwargs, output) -> another output, or None."""
 
 
@@ -60,13 +61,13 @@ class Noted:
     """A call of a forward hook that was not made."""
 
     call: HookCall
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
     """Its arguments: those of the module, its keyword arguments and its output."""
 
 
 def run_and_pack(
-    block: nn.Module, kept: frozenset[HookCall], arguments: object, call: Callable[..., object]
-) -> tuple[Any, SideOutputs]:
+    block: nn.Module, kept: frozenset[HookCall], arguments: Arguments, call: AnyCallable
+) -> tuple[object, SideOutputs]:
     """Run a block and collect all that it gives.
 
     Args:
@@ -83,8 +84,8 @@ def run_and_pack(
 
 
 def packed_run(
-    block: nn.Module, before: dict[str, Attribute], noted: Sequence[Noted], arguments: Any, call: Callable[..., Any]
-) -> tuple[Any, SideOutputs, frozenset[str]]:
+    block: nn.Module, before: dict[str, Attribute], noted: Sequence[Noted], arguments: Arguments, call: AnyCallable
+) -> tuple[object, SideOutputs, frozenset[str]]:
     """The same where hooks are noted already.
 
     Args:
@@ -106,14 +107,18 @@ def packed_run(
     return pack_outputs(block, output, arguments, side, noted), side, others
 
 
-def pack_outputs(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:
+def pack_outputs(
+    block: nn.Module, output: object, arguments: Arguments, side: SideOutputs, noted: Sequence[Noted]
+) -> object:
     """Join the return value of a call and its side outputs to one pytree."""
     attributes = tuple(get_attribute(block, name) for name in side.attributes)
     containers = argument_containers(*arguments) if side.containers else []
     return output, attributes, tuple(containers[i] for i in side.containers), tuple(note.values for note in noted)
 
 
-def unpack_outputs(block: nn.Module, packed: Any, arguments: Any, side: SideOutputs) -> tuple[Any, tuple[Any, ...]]:
+def unpack_outputs(
+    block: nn.Module, packed: Any, arguments: Arguments, side: SideOutputs
+) -> tuple[object, tuple[Args, ...]]:
     """Put what ``pack_outputs`` collected in its place.
 
     Args:
@@ -183,8 +188,8 @@ def _note_into(
     noted: list[Noted],
     call: HookCall,
     module: nn.Module,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
+    args: Args,
+    kwargs: Kwargs,
     output: object,
 ) -> None:
     noted.append(Noted(call=call, values=(args, kwargs, output)))
@@ -201,13 +206,13 @@ def has_user_hooks(module: nn.Module) -> bool:
     return any(not is_own(getattr(hook, "__module__", "")) for hook in hooks)
 
 
-def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> Any:
+def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> object:
     """Make a call of a hook that was noted; returns what the hook returns."""
     module = block.get_submodule(call.module)
     return _call_of(module, user_hooks(module)[call.hook])(module, *values)
 
 
-def call_own_hooks(block: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> Any:
+def call_own_hooks(block: nn.Module, args: Args, kwargs: Kwargs, output: object) -> object:
     """Call the user's forward hooks on the block itself; returns the output that they leave."""
     for key in user_hooks(block):
         changed = _call_of(block, key)(block, args, kwargs, output)
@@ -223,10 +228,10 @@ def _call_hook(
     hook: Callable[..., object],
     with_kwargs: bool,
     module: nn.Module,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
+    args: Args,
+    kwargs: Kwargs,
     output: object,
-) -> Any:
+) -> object:
     return hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
 
@@ -237,8 +242,8 @@ def _call_hook(
 class Attribute:
     """The value of an attribute at some time."""
 
-    value: Any
-    content: Any
+    value: object
+    content: object
     """A shallow copy of a list, dict or set; else the value."""
 
 
@@ -297,7 +302,7 @@ def changed_attributes(block: nn.Module, before: dict[str, Attribute]) -> tuple[
     return tuple(set_to_tensors), frozenset(others)
 
 
-def get_attribute(block: nn.Module, name: str) -> Any:
+def get_attribute(block: nn.Module, name: str) -> object:
     """Value of an attribute by its name from ``attributes_of``."""
     path, _, attribute = name.rpartition(".")
     return vars(block.get_submodule(path))[attribute]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ class TracedEffects(Protocol):
     def undone(self) -> AbstractContextManager[None]:
         """Trace inside; what the step changes in its module is put back."""
 
-    def returned(self, name: str, step: Callable[[], object]) -> Any:
+    def returned(self, name: str, step: Callable[[], object]) -> object:
         """Run the step method ``name``; returns its output and what it logs or keeps, which count as outputs too."""
 
 
@@ -50,7 +50,7 @@ class StepTracing:
     ) -> Trace:
         """Trace ``module.<name>(microbatch, *rest)``; the others as for ``trace_step``."""
 
-        def step() -> Any:
+        def step() -> object:
             return self._effects.returned(name, lambda: getattr(self._module, name)(microbatch, *rest))
 
         with self._effects.undone():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +94,7 @@ class StorageNotes:
     def _numbers_of(self, leaves: Iterable[object]) -> frozenset[int]:
         return frozenset(number for leaf in leaves if (number := self._number(leaf)) is not None)
 
-    def _number(self, leaf: Any) -> int | None:
+    def _number(self, leaf: object) -> int | None:
         if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:  # which have storages of their own
             return None
         if (storage := StorageWeakRef(leaf.untyped_storage())) in self._weights:

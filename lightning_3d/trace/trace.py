@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightning_3d.errors import TraceError
-from lightning_3d.torch_internals.pytree import TreeSpec
+from lightning_3d.torch_internals.pytree import Arguments, TreeSpec
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs
 from lightning_3d.trace.storages import StepStorages
@@ -26,7 +25,7 @@ class Result:
     """Index of an earlier output leaf that is the same tensor."""
     tensor: int | None = None
     """Id of a new tensor."""
-    constant: Any = None
+    constant: object = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class TracedCall:
         new = tuple(result.tensor for result in self.results if result.tensor is not None)
         return (*new, *self.mutated.values(), *self.aliased.values())
 
-    def answer(self, arguments: Sequence[object], make: Callable[[int, Result], object]) -> list[Any]:
+    def answer(self, arguments: Sequence[object], make: Callable[[int, Result], object]) -> list[object]:
         """The flat results of the call.
 
         Args:
@@ -93,7 +92,7 @@ class Trace:
     """Ids of the tensors that the step returns or logs, or that were alive where the trace stopped."""
     stopped_by: str | None
     """Why the trace ended before the step did, after the last block: the rest runs unseen on the last stage."""
-    block_inputs: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(repr=False)
+    block_inputs: Mapping[str, Arguments] = field(repr=False)
     """Block FQN -> arguments of its first call, tensors as ``TensorMeta``."""
     kept_hooks: Mapping[str, frozenset[HookCall]] = field(default_factory=dict)
     """Block FQN -> forward hooks in it that change outputs, and so are part of the block."""

@@ -21,13 +21,13 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_3d.torch_internals.patches import replaced
 
-_ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+_ARITHMETIC: Mapping[str, Callable[..., object]] = {
     name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow", "neg", "abs")
 }
-_COMPARISONS: Mapping[str, Callable[..., Any]] = {
+_COMPARISONS: Mapping[str, Callable[..., object]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
-_VALUES: Mapping[str, Callable[..., Any]] = {"bool": bool, "int": int}
+_VALUES: Mapping[str, Callable[..., object]] = {"bool": bool, "int": int}
 _MAX_DECISIONS = 64
 
 _Operand: TypeAlias = "Expression | int | float"
@@ -53,7 +53,7 @@ class TracedInt(int):
     def __int__(self) -> int:
         return int(self._decided("int"))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return int, (int.__int__(self),)
 
     def _decided(self, name: str, *others: object) -> Any:
@@ -61,7 +61,7 @@ class TracedInt(int):
         self.decisions.note(expression)
         return _OPERATIONS[name](int.__int__(self), *map(_plain, others))
 
-    def _computed(self, name: str, *others: object, reflected: bool = False) -> Any:
+    def _computed(self, name: str, *others: object, reflected: bool = False) -> object:
         operands = [self, *others]
         if not all(isinstance(other, int | float) for other in others):
             return NotImplemented
@@ -74,11 +74,11 @@ class TracedInt(int):
 
 
 def _set_operators() -> None:
-    def computing(name: str, *, reflected: bool = False) -> Callable[..., Any]:
+    def computing(name: str, *, reflected: bool = False) -> Callable[..., object]:
         return lambda self, *others: self._computed(name, *others, reflected=reflected)
 
-    def comparing(name: str) -> Callable[..., Any]:
-        def compare(self: TracedInt, other: object) -> Any:
+    def comparing(name: str) -> Callable[..., object]:
+        def compare(self: TracedInt, other: object) -> object:
             return self._decided(name, other) if isinstance(other, int | float) else NotImplemented
 
         return compare
@@ -92,10 +92,10 @@ def _set_operators() -> None:
 
 
 _set_operators()
-_OPERATIONS: Mapping[str, Callable[..., Any]] = {**_ARITHMETIC, **_COMPARISONS, **_VALUES}
+_OPERATIONS: Mapping[str, Callable[..., object]] = {**_ARITHMETIC, **_COMPARISONS, **_VALUES}
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     return int.__int__(value) if isinstance(value, TracedInt) else value
 
 
@@ -115,7 +115,7 @@ class Decisions:
         if len(self._noted) < _MAX_DECISIONS and (self._notes_values or expression[0] != "int"):
             self._noted[expression] = None
 
-    def outcomes(self, values: Mapping[str, int]) -> tuple[Any, ...]:
+    def outcomes(self, values: Mapping[str, int]) -> tuple[object, ...]:
         """How all that were noted come out for these numbers."""
         return tuple(_evaluate(expression, values) for expression in self._noted)
 
@@ -142,7 +142,7 @@ class Decisions:
             yield traced
 
 
-def _evaluate(expression: _Operand, values: Mapping[str, int]) -> Any:
+def _evaluate(expression: _Operand, values: Mapping[str, int]) -> object:
     if not isinstance(expression, tuple):
         return expression
     if len(expression) == 1:

@@ -29,7 +29,7 @@ from lightning_3d.model.pytrees import as_called, register_dataclasses, tensor_p
 from lightning_3d.torch_internals.dispatch import SET_DATA
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import forward_hook_registries, named_state
-from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.pytree import Arguments, Kwargs, TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import are_transforms_active, storage_id, untransformed, version_of
 from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, RandomnessSeen
 from lightning_3d.trace.ghost import Ghost, TensorMeta
@@ -117,13 +117,13 @@ class _Tracer(StepMode):
         self._of_batch: list[str] = []
         self._tensors: dict[int, TensorMeta] = {}
         self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> id of its present value
-        self._block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._block_inputs: dict[str, Arguments] = {}
         self._failed_call: str | None = None
         self._failed_in_block = self._is_joint = False
         self._fakes, self._kept_hooks = fakes, kept_hooks
         self._blocks = FakeBlocks(module, router.blocks, self._fakes, kept_hooks)
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
-        self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
+        self._written: dict[int, tuple[torch.UntypedStorage, str]] = {}  # storage that a ghost was written to -> where
         self._counts_once: str | None = None
         self._num_calls: dict[str, int] = {}
         self._state = {tensor: fakes.of_state(tensor) for _, tensor, _ in named_state(module)}
@@ -172,7 +172,9 @@ class _Tracer(StepMode):
     # ---- answers
 
     @override
-    def __torch_function__(self, func: AnyCallable, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: AnyCallable, types: object, args: tuple[Any, ...] = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func in DEVICE_GETTERS and args[0] in self._state:
             return func(self._state[args[0]])  # parameters are moved after the trace
         return super().__torch_function__(func, types, args, kwargs)
@@ -184,7 +186,7 @@ class _Tracer(StepMode):
         self._is_joint = True
         return super().on_collective(name, joint, alone, tensor)
 
-    def on_function(self, func: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_function(self, func: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", str(func))
@@ -204,7 +206,7 @@ class _Tracer(StepMode):
     @override
     def on_hidden_function(
         self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         if self._fakes.fake_mode is not None:
             self._check_calls_no_blocks(name, args)
         return super().on_hidden_function(name, call, args, kwargs)
@@ -223,7 +225,7 @@ class _Tracer(StepMode):
 
     def on_block(
         self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         fqn, block = runner.fqn, runner.block
         if are_transforms_active():
             raise transformed(fqn)
@@ -239,7 +241,7 @@ class _Tracer(StepMode):
         known = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._is_known(leaf)}
         side: list[SideOutputs] = []
 
-        def run(*arguments: object) -> Any:
+        def run(*arguments: object) -> object:
             packed, outputs = self._blocks.run(fqn, block, arguments, known)
             side.append(outputs)
             return packed
@@ -297,7 +299,7 @@ class _Tracer(StepMode):
         *,
         is_recorded: bool,
         side: Sequence[SideOutputs] | None = None,
-    ) -> Any:
+    ) -> object:
         """Run a call on fakes and write it down.
 
         Args:
@@ -360,7 +362,7 @@ class _Tracer(StepMode):
         fakes: Sequence[object],
         leaves: Sequence[object],
         sources: frozenset[str] | None,
-    ) -> tuple[list[Result], list[Any]]:
+    ) -> tuple[list[Result], list[object]]:
         """Describe the outputs of a call, and make what its caller gets: ghosts, its own arguments, or constants.
 
         Args:
@@ -423,6 +425,6 @@ class _Tracer(StepMode):
         return frozenset(i for sharing in by_storage.values() if len(sharing) > 1 for i in sharing)
 
 
-def _is_option(leaf: Any) -> bool:
+def _is_option(leaf: object) -> bool:
     """Whether an argument says how a call is made: a flag, a word, or an integer that may be a dim."""
     return type(leaf) in (bool, str) or (type(leaf) is int and -_MAX_DIMS <= leaf < _MAX_DIMS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from lightning_3d.distributed.replica_world import COLLECTIVES, is_users
 from lightning_3d.errors import TraceError
@@ -22,7 +21,7 @@ def world_collectives_refused() -> AbstractContextManager[None]:
 
     def refuse(
         caller: str, original: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         if threading.get_ident() == thread and is_users(caller):
             raise TraceError(
                 f"torch.distributed.{original.__name__} was called in a step (at {user_frame()}),"

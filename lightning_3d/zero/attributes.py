@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from lightning_3d.torch_internals.tensors import IS_PARAMETER
@@ -12,7 +10,7 @@ OWN_PREFIX = "_3d_"
 """Begins the names of ours."""
 
 
-def users_attributes(tensor: Tensor) -> dict[str, Any]:
+def users_attributes(tensor: Tensor) -> dict[str, object]:
     """The attributes that users set on a tensor."""
     return {
         name: value for name, value in vars(tensor).items() if not name.startswith(OWN_PREFIX) and name != IS_PARAMETER

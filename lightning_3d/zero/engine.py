@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +27,7 @@ class RankModule(nn.Module):
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         """Steps run inside of it."""
 
-    def forward(self, run: Callable[..., object], *received: torch.Tensor) -> Any:
+    def forward(self, run: Callable[..., object], *received: torch.Tensor) -> object:
         """Call ``run(*received)``; the tensors received from another pipeline stage pass through the root's hooks."""
         with self.around():
             return run(*received)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -251,7 +251,7 @@ class FullySharded(Zero):
             self._reducer.begin_backward()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as FSDP2's own hooks in what a user compiled
-    def _watch_backward(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _watch_backward(self, unit: nn.Module, args: object, kwargs: object, output: object) -> None:
         given = {id(_history_of(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

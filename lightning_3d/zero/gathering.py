@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.dtensor import part_of
-from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_leaves
 from lightning_3d.zero.dp_comm import DPComm, Wait
 from lightning_3d.zero.shard import RankShard
 
@@ -38,7 +38,9 @@ class PendingParameter(nn.Parameter):
         vars(self)["_arrival"].finish()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if func not in _ABOUT:
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, PendingParameter):
@@ -47,7 +49,7 @@ class PendingParameter(nn.Parameter):
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         self.wait()
         return copy.deepcopy(self, memo)
 

@@ -24,13 +24,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.torch_internals.dispatch import (
     TO_COPY,
+    Operator,
     OperatorMode,
     is_in_compiled_code,
     makes_a_view,
     name_of,
 )
 from lightning_3d.torch_internals.fsdp import UnitParameter, parameters_of_unit, when_gathered
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import make_wrapper_like, no_torch_function, storage_of
 from lightning_3d.zero.dp_comm import DPComm
 from lightning_3d.zero.shard import plain
@@ -75,8 +76,8 @@ class HalfWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        cls, func: Operator, types: Sequence[type], args: Args = (), kwargs: Any = None
+    ) -> object:
         kwargs, first = kwargs or {}, args[0] if args else None
         if isinstance(first, HalfWeight):
             if _is_cast(func, kwargs, first._half.dtype) and not first.is_read_in_full:
@@ -92,7 +93,7 @@ class HalfWeight(Tensor):
         return f"HalfWeight(shape={tuple(self.shape)}, gathered={self._half.dtype})"
 
 
-def _is_cast(func: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> bool:
+def _is_cast(func: object, kwargs: Mapping[str, object], dtype: torch.dtype) -> bool:
     """Whether an operator casts as autocast does."""
     return func is TO_COPY and kwargs.get("dtype") == dtype
 
@@ -200,7 +201,9 @@ class _Readers(OperatorMode):
         """Note what reads a parameter, which is gathered now."""
         self._watched[storage_of(parameter.memory)] = parameter
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if not makes_a_view(func) and not name_of(func).startswith("fsdp::"):
             for leaf in tree_leaves((args, kwargs)):

@@ -22,6 +22,7 @@ from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
+from lightning_3d.torch_internals.pytree import Arguments
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
 from lightning_3d.zero.master_weights import MasterWeights, is_half, without_masters
@@ -122,7 +123,7 @@ class LocalSteps:
                 dtype = torch.float32 if self._is_widened(parameter) else None
                 state.update((key, own(value).to(dtype or value.dtype, copy=True)) for key, value in full.items())
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._depth[optimizer] += 1
         if self._depth[optimizer] > 1:
             return args, kwargs
@@ -134,7 +135,7 @@ class LocalSteps:
             self._enter(optimizer)
             return args, kwargs
 
-        def run() -> Any:
+        def run() -> object:
             self._put_back(optimizer)  # a closure may be called again
             self._unfinished.discard(optimizer)  # it trains, too
             result = closure()

@@ -80,7 +80,7 @@ def num_states(optimizer: Optimizer) -> int:
     return max((trial.num_states for trial in trials), default=0)
 
 
-def missing_when_resumed(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+def missing_when_resumed(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, object]) -> str | None:
     """The setting or state that a step would look for in vain, were a saved one loaded; None also if it can't be tried.
 
     A copy of the optimizer loads them and steps one parameter. Nothing of the optimizer is changed.
@@ -114,7 +114,7 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def _cases(optimizer: Optimizer) -> list[tuple[dict[str, Any], int]]:
+def _cases(optimizer: Optimizer) -> list[tuple[dict[str, object], int]]:
     """Groups whose settings differ, without their parameters, and numbers of dims of these."""
     cases = {}
     for group in optimizer.param_groups:

@@ -26,7 +26,7 @@ from lightning_3d.torch_internals.autograd import is_in_backward
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import parameters_of
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_flatten, tree_unflatten
 from lightning_3d.zero.attributes import OWN_PREFIX
 from lightning_3d.zero.buckets import make_buckets
 from lightning_3d.zero.dp_comm import DPComm
@@ -70,8 +70,8 @@ def unsharded(leaf: Any) -> Any:
 
 
 def _on_full_values(
-    cls: type[torch.autograd.Function], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    cls: type[torch.autograd.Function], call: Callable[..., object], args: Args, kwargs: Kwargs
+) -> object:
     """Apply a custom autograd function, such as a reentrant checkpoint; its arguments are not told of it."""
     is_of_shards = cls.__module__.startswith(("lightning_3d.", "torch.distributed."))
     return call(*(args if is_of_shards else map(unsharded, args)), **kwargs)

@@ -19,6 +19,8 @@ LAYOUTS = {
     "cp2-zero3": Layout(cp=2, zero=3),
     "cp4": Layout(cp=4),
     "dp2-cp2-zero3": Layout(dp=2, cp=2, zero=3),
+    "pp2-cp2": Layout(pp=2, cp=2, num_microbatches=2),
+    "cp2-tp2": Layout(cp=2, tp=2),
     "pp2-dp2-zero2": Layout(pp=2, dp=2, zero=2, num_microbatches=2),
     "pp2-dp2-zero3": Layout(pp=2, dp=2, zero=3, num_microbatches=2),
     "pp2-tp2": Layout(pp=2, tp=2, num_microbatches=2),
@@ -31,6 +33,8 @@ OTHERS = {
     "cp2-zero3": "cp2",
     "cp4": "dp2-cp2-zero3",
     "dp2-cp2-zero3": "cp4",
+    "pp2-cp2": "cp2-tp2",
+    "cp2-tp2": "pp2-tp2",
     "pp2": "tp2",
     "tp2": "dp2-zero3",
     "dp2-zero0": "pp2",
@@ -51,6 +55,6 @@ OTHERS = {
 
 
 def family(name: str) -> str:
-    """The axis that a layout adds to what one process does, for models: each is trained in a pipeline and on shards."""
+    """The first axis that a layout adds to one process, for models: each is trained in a pipeline and on shards."""
     layout = LAYOUTS[name]
     return "pp" if layout.pp > 1 else "tp" if layout.tp > 1 else "cp" if layout.cp > 1 else "dp"

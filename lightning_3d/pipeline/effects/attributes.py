@@ -39,6 +39,7 @@ from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_
 
 _FRAMEWORK_NAMES = frozenset(vars(LightningModule())) - {BUFFERS, UNSAVED_BUFFERS} | {"log", "forward"}
 _MISSING = object()
+_How = Literal["set", "extend", "copy", "remove"]
 _Name = tuple[str, str]
 """FQN of a module and name of an attribute."""
 
@@ -51,9 +52,9 @@ class Change:
     """FQN."""
     path: tuple[Any, ...]
     """Name of the attribute, then keys of dicts in it."""
-    how: Literal["set", "extend", "copy", "remove"]
+    how: _How
     """``"extend"`` a list, deque or set; ``"copy"`` into the tensor that is there."""
-    new: Any
+    new: object
     """The new value, or the new entries; plain dicts, lists and sets."""
 
 
@@ -66,10 +67,10 @@ class Attributes(Effect):
         self._module = module
         self._owners = {fqn: m for fqn, m in module.named_modules() if id(m) not in inside}
         self._snapshot = Snapshot(())
-        self._before: dict[str, dict[str, Any]] = {}
-        self._found: dict[_Name, Any] = {}  # by the present microbatch; containers copied, tensors as they are
+        self._before: dict[str, dict[str, object]] = {}
+        self._found: dict[_Name, object] = {}  # by the present microbatch; containers copied, tensors as they are
         self._in_place: set[int] = set()  # ids of tensors that were changed in place
-        self._code: dict[_Name, Any] = {}  # classes and functions that the present step set
+        self._code: dict[_Name, object] = {}  # classes and functions that the present step set
 
     @property
     @override
@@ -94,7 +95,7 @@ class Attributes(Effect):
             self._snapshot.restore()
 
     @override
-    def collect(self, context: StepContext) -> dict[_Name, Any]:
+    def collect(self, context: StepContext) -> dict[_Name, object]:
         for fqn, owner in self._owners.items():
             before, now = self._before[fqn], _attributes(owner)
             for name in dict.fromkeys((*before, *now)):
@@ -107,7 +108,7 @@ class Attributes(Effect):
                     self._found[fqn, name] = self._copied(value)
         return self._found
 
-    def _copied(self, value: object) -> Any:
+    def _copied(self, value: object) -> object:
         """A copy of containers, as plain ones; tensors and what is new of other classes as they are."""
         if type(value) is tuple:
             return tuple(map(self._copied, value))
@@ -119,12 +120,12 @@ class Attributes(Effect):
         return list(map(self._copied, content)) if isinstance(content, list) else content
 
     @override
-    def kept(self, found: dict[_Name, Any]) -> dict[_Name, Any]:
+    def kept(self, found: dict[_Name, object]) -> dict[_Name, object]:
         present, spec = tree_flatten(self._found)
-        kept: dict[_Name, Any] = tree_unflatten(list(map(self._settled, present, tree_leaves(found))), spec)
+        kept: dict[_Name, object] = tree_unflatten(list(map(self._settled, present, tree_leaves(found))), spec)
         return kept
 
-    def _settled(self, present: Any, value: Any) -> Any:
+    def _settled(self, present: object, value: Any) -> object:
         """A value that later microbatches don't change.
 
         Args:
@@ -141,7 +142,7 @@ class Attributes(Effect):
         return value.detach().clone()
 
     @override
-    def join(self, stage: int, found: Sequence[dict[_Name, Any]], sizes: Sequence[int]) -> list[Change]:
+    def join(self, stage: int, found: Sequence[dict[_Name, object]], sizes: Sequence[int]) -> list[Change]:
         changes: list[Change] = []
         for of_run in found:
             for (fqn, name), new in of_run.items():
@@ -150,13 +151,13 @@ class Attributes(Effect):
             raise unseen(f"a change of {_named(changes[0])}")
         return changes
 
-    def _changes(self, fqn: str, path: tuple[Any, ...], before: Any, after: Any) -> list[Change]:
+    def _changes(self, fqn: str, path: tuple[object, ...], before: object, after: object) -> list[Change]:
         if is_same(before, after):
             return []
         if isinstance(before, dict) and isinstance(after, dict) and after.keys() >= before.keys():
             entries = [((*path, key), before.get(key, _MISSING), new) for key, new in after.items()]
             return [change for entry in entries for change in self._changes(fqn, *entry)]
-        how: Any = "remove" if after is _MISSING else "copy" if id(before) in self._in_place else "set"
+        how: _How = "remove" if after is _MISSING else "copy" if id(before) in self._in_place else "set"
         new = None if after is _MISSING else after
         if isinstance(before, (list, deque)) and isinstance(after, list) and len(after) > len(before):
             if all(map(is_same, before, after)):
@@ -193,6 +194,6 @@ def _named(change: Change) -> str:
     return ".".join(["self", *filter(None, [change.module]), str(name)]) + "".join(f"[{key!r}]" for key in keys)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _attributes(module: nn.Module) -> dict[str, object]:
     """The author's own plain attributes, and the dict of buffers."""
     return {name: value for name, value in vars(module).items() if name not in _FRAMEWORK_NAMES}

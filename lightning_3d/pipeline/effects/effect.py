@@ -65,17 +65,17 @@ class Effect:
         """Around the user's step on one microbatch; leaves no change behind."""
         return nullcontext()
 
-    def collect(self, context: StepContext) -> Any:
+    def collect(self, context: StepContext) -> object:
         """Tensors that the step gave, as they are in it, and other data: a pytree that may hold ghosts.
 
         Called when the user's step has returned, or on other stages than the last when it was left.
         """
 
-    def kept(self, found: Any) -> Any:
+    def kept(self, found: Any) -> object:
         """Make what ``collect`` gave, with data in place of ghosts, fit to be kept; still inside of ``microbatch``."""
         return tree_map_only(Tensor, Tensor.detach, found)
 
-    def join(self, stage: int, found: Sequence[Any], sizes: Sequence[int]) -> Any:
+    def join(self, stage: int, found: Sequence[Any], sizes: Sequence[int]) -> object:
         """Find out what one step on the whole batch would have done, to send it to all ranks; called after the step.
 
         Args:

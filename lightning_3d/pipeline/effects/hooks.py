@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -25,7 +24,7 @@ class LazyHooks(Effect):
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._traced: list[tuple[dict[int, Any], int, Any]] = []  # registry, key, hook
+        self._traced: list[tuple[dict[int, object], int, object]] = []  # registry, key, hook
 
     @override
     @contextmanager
@@ -53,6 +52,6 @@ class LazyHooks(Effect):
     def undo(self) -> None:
         self._traced = []
 
-    def _registries(self) -> Iterator[dict[int, Any]]:
+    def _registries(self) -> Iterator[dict[int, object]]:
         for module in self._module.modules():
             yield from forward_hook_registries(module)

@@ -38,7 +38,7 @@ class LogCall(NamedTuple):
     """A call of ``self.log``."""
 
     name: str
-    given: Any
+    given: object
     """A tensor or number, a dict of them, or a ``MetricReference``."""
     arguments: Mapping[str, Any]
     """The other arguments, without ``batch_size``."""
@@ -134,7 +134,7 @@ class Logs(NotedCalls[LogCall]):
         if isinstance(first.given, MetricReference):
             return first._replace(batch_size=batch_size)
 
-        def merged(*values: Any) -> Tensor:
+        def merged(*values: Tensor | float) -> Tensor:
             return self._merger.number(values, sizes, f"self.log({name!r})")
 
         return first._replace(given=tree_map(merged, *(call.given for call in calls)), batch_size=batch_size)

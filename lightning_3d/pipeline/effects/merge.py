@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from functools import reduce
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 """The ways to join, the preferred first."""
 
 
-def are_numbers(tree: Any) -> bool:
+def are_numbers(tree: object) -> bool:
     """Whether this is a floating-point number, or a dict of them: what is joined here."""
     return all(
         leaf is None or isinstance(leaf, float) or (_is_one(leaf) and leaf.is_floating_point())
@@ -30,7 +30,7 @@ def are_numbers(tree: Any) -> bool:
     )
 
 
-def _is_one(leaf: object) -> bool:
+def _is_one(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.numel() == 1
 
 
@@ -46,7 +46,7 @@ class Merger:
         self.loss_weights: Sequence[float] = ()
         """The factors of the present microbatches' losses in that of the batch."""
 
-    def join(self, values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+    def join(self, values: Sequence[Any], sizes: Sequence[int], name: str) -> object:
         """Join what steps returned: a number, or a dict of them; ``sizes`` are the samples of the microbatches.
 
         Raises:

@@ -39,8 +39,8 @@ class MetricCall(NamedTuple):
     fqn: str
     """Name of the metric."""
     method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
 
 
 def metrics_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -75,7 +75,7 @@ class Metrics(NotedCalls[MetricCall]):
 
     def _on_call(
         self, fqn: str, metric: nn.Module, name: str, method: Callable[..., object], *args: object, **kwargs: object
-    ) -> Any:
+    ) -> object:
         if self._is_inside:
             return method(*args, **kwargs)
         if name == "compute":
@@ -97,7 +97,7 @@ class Metrics(NotedCalls[MetricCall]):
     @override
     def join(
         self, stage: int, found: Sequence[Sequence[MetricCall]], sizes: Sequence[int]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, dict[str, object]]:
         """FQN of a metric that was updated, as it was on this rank -> its changes."""
         calls = [call for of_microbatch in found for call in of_microbatch]
         if len(found) > 1 and calls:
@@ -150,10 +150,10 @@ def _scratch_state(metric: nn.Module) -> Iterator[None]:
 class _Appended:
     """New entries of a list state."""
 
-    entries: list[Any]
+    entries: list[object]
 
 
-def _state(metric: nn.Module) -> dict[str, Any]:
+def _state(metric: nn.Module) -> dict[str, object]:
     """Attributes that updates may change, containers copied."""
     fixed = TORCH_ATTRIBUTES | FIXED_NAMES
     return {
@@ -163,7 +163,7 @@ def _state(metric: nn.Module) -> dict[str, Any]:
     }
 
 
-def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, Any]:
+def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, object]:
     """The attributes of a metric that may have changed; of lists that only grew, the new entries."""
     changed: dict[str, object] = {}
     for name, value in after.items():

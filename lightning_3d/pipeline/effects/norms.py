@@ -106,7 +106,7 @@ class Norms(Effect):
         finally:
             self._present = None
 
-    def _call(self, fqn: str, own: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, fqn: str, own: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Run a norm's forward on copies of its statistics."""
         norm = self._norms[fqn]
         if not _is_updated(norm):
@@ -130,7 +130,7 @@ class Norms(Effect):
         return output
 
     @override
-    def join(self, stage: int, found: Sequence[Any], sizes: Sequence[int]) -> dict[str, dict[_Position, _Seen]]:
+    def join(self, stage: int, found: Sequence[object], sizes: Sequence[int]) -> dict[str, dict[_Position, _Seen]]:
         return {fqn: self._joined(fqn, stage, len(sizes)) for fqn in self._shared}
 
     def _joined(self, fqn: str, stage: int, num_microbatches: int) -> dict[_Position, _Seen]:

@@ -100,7 +100,7 @@ class StepEffects:
                 stack.enter_context(effect.microbatch(context))
             yield
 
-    def collect(self, context: StepContext) -> list[Any]:
+    def collect(self, context: StepContext) -> list[object]:
         """Collect what each effect does."""
         return [effect.collect(context) for effect in self._effects]
 
@@ -110,7 +110,7 @@ class StepEffects:
             pairs = zip(self._effects, found, strict=True)
             self._found[context.microbatch] = [effect.kept(own) for effect, own in pairs]
 
-    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Any]:
+    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[object]:
         """Join what each did on a stage, which is let go of.
 
         Args:
@@ -127,7 +127,7 @@ class StepEffects:
         with suppress(StepError):
             self._merger.join(outputs, sizes, f"what {name} returned")
 
-    def apply(self, merged: Sequence[tuple[Sequence[Any], bool]]) -> None:
+    def apply(self, merged: Sequence[tuple[Sequence[object], bool]]) -> None:
         """Do it here.
 
         Args:
@@ -161,7 +161,7 @@ class StepEffects:
         with random_states_kept(), state_kept, self.begin(0), self.microbatch(_TRACE):
             yield
 
-    def returned(self, name: str, step: Callable[[], object]) -> Any:
+    def returned(self, name: str, step: Callable[[], object]) -> object:
         """Run the step method ``name``; returns its output and what it logged or kept."""
         self.has_side_effects = True  # in case that it is not followed to its end
         output = step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import SUMMON, AnyCallable, BlockRunner
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_leaves
 
 
 class CallsBetweenSteps:
@@ -43,11 +43,11 @@ class CallsBetweenSteps:
     def __deepcopy__(self, memo: dict[int, object]) -> CallsBetweenSteps:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         """A pickled block belongs to no ranks."""
         return type(None), ()
 
-    def run(self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def run(self, runner: BlockRunner, call: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         """Run a call of a block where its weights are; every rank of the replica calls it.
 
         Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,19 @@ from lightning_3d.model.pytrees import flatten_call, register_dataclasses
 from lightning_3d.pipeline.inline.gradients import About, GradientChannel, enter, leave, remote
 from lightning_3d.pipeline.inline.jagged import packed, unpacked
 from lightning_3d.pipeline.inline.lockstep import Lockstep
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.pytree import Arguments, tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of
 
 _BITS = 62  # of a signed number
+R = TypeVar("R")
+N = TypeVar("N")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
     """The result of a call."""
 
-    output: Any
+    output: object
     """With tensors without data, of the same shapes, strides and dtypes."""
     given: Mapping[int, int]
     """Leaves of the output that are arguments -> their places among the leaves of the arguments; the others follow."""
@@ -47,10 +49,10 @@ class _Result:
     """The random numbers after it, if it drew any."""
 
 
-VisibleOutputs = Callable[[Any], Any]
+VisibleOutputs = Callable[[object], Any]
 """Gives the tensors that code outside of a block gets to see in place of those inside of it."""
 
-OwnerCall = Callable[[VisibleOutputs, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+OwnerCall = Callable[[VisibleOutputs, tuple[object, ...], dict[str, object]], tuple[R, N]]
 """The call of a block where it is: (what is shown, args, kwargs) -> (its output, what the others are told)."""
 
 
@@ -73,10 +75,10 @@ class Exchange:
         self,
         fqn: str,
         owner_rank: int,
-        call: OwnerCall,
+        call: OwnerCall[R, N],
         args: tuple[object, ...],
         kwargs: dict[str, object],
-    ) -> tuple[Any, Any]:
+    ) -> tuple[R, N]:
         """Run a call of a block; every rank calls it with the same arguments.
 
         Args:
@@ -129,9 +131,9 @@ class Exchange:
         self,
         fqn: str,
         owner_rank: int,
-        call: OwnerCall,
+        call: OwnerCall[object, object],
         leaves: list[Any],
-        with_leaves: Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+        with_leaves: Callable[[list[Any]], Arguments],
         inputs: Sequence[Tensor],
     ) -> tuple[Any, Any]:
         token, entered = None, list[Tensor]()
@@ -274,7 +276,7 @@ class Exchange:
 
 def _attach_token(
     channel: GradientChannel, token: Tensor | None, leaves: Sequence[Any], places: Sequence[int]
-) -> list[Any]:
+) -> list[object]:
     """Leaves of which those at these places that require gradients depend on the token."""
     trained = [i for i in places if isinstance(leaves[i], Tensor) and leaves[i].requires_grad]
     left = list(leaves)
@@ -285,7 +287,7 @@ def _attach_token(
     return left
 
 
-def _shown(channel: GradientChannel, token: Tensor | None, tree: object) -> Any:
+def _shown(channel: GradientChannel, token: Tensor | None, tree: object) -> object:
     register_dataclasses(tree)
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(_attach_token(channel, token, leaves, range(len(leaves))), spec)
@@ -299,7 +301,7 @@ def _refuse_changed(fqn: str, changed: Sequence[Tensor]) -> None:
         )
 
 
-def _never() -> Any:
+def _never() -> NoReturn:
     raise AssertionError("the rank that has the block runs it")
 
 
@@ -312,7 +314,7 @@ def _versions(leaves: Sequence[object]) -> list[int | None]:
     return [version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
-def _as_sent(leaf: object, fqn: str) -> Any:
+def _as_sent(leaf: object, fqn: str) -> object:
     """A tensor with the strides that others can make, so that all ranks compute the same bits with it."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -324,6 +326,6 @@ def _as_sent(leaf: object, fqn: str) -> Any:
     return leaf if leaf.stride() == torch.empty_like(leaf, device="meta").stride() else leaf.clone()
 
 
-def _without_data(leaf: Any) -> Any:
+def _without_data(leaf: Any) -> object:
     is_tensor = isinstance(leaf, Tensor)
     return torch.empty_like(leaf, device="meta", requires_grad=leaf.requires_grad) if is_tensor else leaf

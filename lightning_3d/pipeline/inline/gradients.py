@@ -96,7 +96,7 @@ class _Enter(torch.autograd.Function):
         return (anchor.clone(), *map(_detached, inputs))
 
     @staticmethod
-    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         sent = ctx.channel.send(gradients)
         if not torch.is_grad_enabled():
             return (None, None, *sent)
@@ -115,7 +115,7 @@ class _Leave(torch.autograd.Function):
         return (left, *map(_detached, outputs))
 
     @staticmethod
-    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         if not torch.is_grad_enabled():
             return (None, torch.zeros_like(token), *gradients)
@@ -141,7 +141,7 @@ class _Remote(torch.autograd.Function):
         return (token, *outputs)
 
     @staticmethod
-    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         if not ctx.inputs:
             return (None, None, None, None)

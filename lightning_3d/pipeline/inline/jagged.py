@@ -45,7 +45,7 @@ def _is_jagged(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout is torch.jagged
 
 
-def _pack(leaf: Any) -> Any:
+def _pack(leaf: Any) -> object:
     if not _is_jagged(leaf):
         return leaf
     dim = next(dim for dim, size in enumerate(leaf.shape) if not isinstance(size, int))

@@ -5,7 +5,6 @@ they share, and each reads what those before it left.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
-State = Mapping[tuple[int, str], Any]
+State = Mapping[tuple[int, str], object]
 """Place of an object among the arguments' leaves, and name of an attribute -> a plain value, or a list of tensors."""
 
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.model.block_runner import AnyCallable, BlockRunner
 from lightning_3d.pipeline.inline.exchange import Exchange, VisibleOutputs, versions_of
-from lightning_3d.pipeline.inline.objects import PLAIN, changed_state, set_state, state_of
+from lightning_3d.pipeline.inline.objects import PLAIN, State, changed_state, set_state, state_of
 from lightning_3d.pipeline.inline.weights import BlockWeights, has_given_weights
 from lightning_3d.torch_internals.autograd import NO_BACKWARD, current_backward
 from lightning_3d.torch_internals.patches import replaced
@@ -53,7 +53,7 @@ class _Left:
     """Results of a call of a block besides its output."""
 
     side: SideOutputs
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     """Attributes that it set to plain values."""
 
 
@@ -104,7 +104,7 @@ class InlineStep(SeesCheckpoints):
 
     def on_hidden_function(
         self, name: str, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         """Call a custom autograd function: see [Note: custom functions]."""
         args, kwargs = self.weights.with_values((args, kwargs))
         outputs = call(*args, **kwargs)
@@ -128,7 +128,7 @@ class InlineStep(SeesCheckpoints):
 
     def on_block(
         self, runner: BlockRunner, call: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Any:
+    ) -> object:
         """Run the call of a block where it is, in a step or between steps."""
         if self._is_in_backward():  # computed again, where it is
             return call(*args, **kwargs)
@@ -161,11 +161,11 @@ class InlineStep(SeesCheckpoints):
         shown: VisibleOutputs,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-    ) -> tuple[Any, _Left]:
+    ) -> tuple[tuple[object, list[dict[str, Any]], State], _Left]:
         block, left, noted = runner.block, list[_Left](), list[Noted]()
         before, state = attributes_of(block), state_of(args, kwargs)
 
-        def packed(forward: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        def packed(forward: AnyCallable, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             run = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
             outputs, side, others = packed_run(block, before, noted, (args, kwargs), run)
             values = {name: get_attribute(block, name) for name in others}
@@ -173,11 +173,11 @@ class InlineStep(SeesCheckpoints):
             left.append(_Left(side=side, values=plain))
             return outputs
 
-        logs: list[dict[str, object]] = []
+        logs: list[dict[str, Any]] = []
         changing: set[HookCall] = set()
 
         def noting(hook: HookCall, original: Hook) -> Hook:
-            def run(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> Any:
+            def run(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> object:
                 if self._is_in_backward():  # computed again
                     return original(module, args, kwargs, output) if hook in changing else None
                 values = shown((args, kwargs, output))

@@ -25,12 +25,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import StepError
 from lightning_3d.frames import module_of, with_callers
+from lightning_3d.model.block_runner import AnyCallable
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.torch_internals.autograd import transforms_given
 from lightning_3d.torch_internals.dispatch import GET_DATA, is_in_place, used_together, without_function_mode
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.patches import replaced
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
+from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import without_transforms
 from lightning_3d.trace.interception import reads_meta_only
 
@@ -61,7 +62,9 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._call = call
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if torch.compiler.is_compiling() or reads_meta_only(func):
             return func(*args, **(kwargs or {}))
         return self._call(sys._getframe(1), func, args, kwargs or {})
@@ -79,7 +82,7 @@ def _steps(caller: FrameType) -> bool:
     return frame is caller or module == "torch.optim.optimizer"
 
 
-def _unread(name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _unread(name: str, args: Args, kwargs: Kwargs) -> Any:
     """The arguments of a function that changes weights; without data those by which one changes that is elsewhere."""
     groups = [group for group in used_together(name, args, kwargs) if isinstance(group[0], Tensor) and group[0].is_meta]
     unread = {id(tensor) for _, *others in groups for tensor in others}
@@ -144,7 +147,7 @@ class BlockWeights:
         """
         read, differentiate = nn.Module.__getattr__, torch.autograd.grad
 
-        def shown(module: nn.Module, name: str) -> Any:
+        def shown(module: nn.Module, name: str) -> object:
             value = read(module, name)
             owner = self._owner_of(module, name) if isinstance(value, Tensor) else None
             if owner is None or _is_given(module, name) or not is_in_glue() or _is_of_modules(sys._getframe(1)):
@@ -152,7 +155,7 @@ class BlockWeights:
             assert isinstance(value, Tensor)
             return self._value(value if value in self._parameters else (module, name), value, owner, name)
 
-        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> object:
             given = list(inputs) if isinstance(inputs, Sequence) else [inputs]
             owners = [self._owner(tensor) for tensor in given]
             if not is_in_glue() or not any(owners):
@@ -173,7 +176,7 @@ class BlockWeights:
         """Run a block's own code: its functions are not seen."""
         return without_function_mode(self._functions)
 
-    def _call(self, caller: FrameType, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, caller: FrameType, func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
         """Call a function of torch with the values of the weights that it reads."""
         if not self._sees((args, kwargs)) or func in _OF_GRADIENTS or _is_of_modules(caller) or _steps(caller):
             return func(*args, **kwargs)
@@ -243,15 +246,15 @@ class BlockWeights:
 
     def _gradients(
         self,
-        differentiate: Callable[..., Any],
-        outputs: Any,
+        differentiate: Callable[..., Sequence[Tensor | None]],
+        outputs: object,
         given: Sequence[Any],
         owners: Sequence[_Owner | None],
-        grad_outputs: Any = None,
+        grad_outputs: object = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         allow_unused: bool | None = None,
-        **others: Any,
+        **others: object,
     ) -> tuple[Tensor | None, ...]:
         if create_graph:
             raise StepError(

@@ -44,7 +44,7 @@ def prepare_model(context: RunContext) -> BuiltModel:
     names = WeakIdKeyDictionary({p: fqn for fqn, p in module.named_parameters()})
     context.precision.convert(module, config.precision, device)
     syncing = layer_sync_of(context.strategy)
-    if syncing is not None and shape.dp > 1:
+    if syncing is not None and shape.size("samples") > 1:
         syncing.apply(module)
     if shape.is_model_parallel:
         warn_of_compiled(module)

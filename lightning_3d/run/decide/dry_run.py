@@ -16,7 +16,7 @@ from torch import nn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.axes import AXES
 from lightning_3d.distributed.machine import Machine
-from lightning_3d.distributed.mesh import MeshShape, resolve_mesh_shape
+from lightning_3d.distributed.mesh import MeshShape, refuse_unbuilt, resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError, SplitError, TraceError
 from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.pipeline.microbatches import split_batch
@@ -26,6 +26,7 @@ from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, 
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.planning.observer import ExampleStep, Observation
 from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.slices import first_with_sequence
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.planning.step_time import StepSeconds
 from lightning_3d.planning.timing import makespan, sent_bytes
@@ -233,6 +234,7 @@ def search_layout(
 
     def planned(layout: Layout) -> DryRunPlan:
         own = layout.of(config)
+        refuse_unbuilt(own, layout.shape)
         return ahead.plan(own, resolve_mesh_shape(own, world_size), most / GIB or None, machine)
 
     def predict(layout: Layout) -> Prediction:
@@ -249,9 +251,18 @@ def search_layout(
         )
 
     replicas = layouts[0].of(config)
-    step = ahead.observe(replicas, resolve_mesh_shape(replicas, world_size)).step
-    why_not = partial(too_large, ahead.module, config, memory, step.num_states)
-    return search(layouts, predict, why_not, num_samples, keeps_replicas=config.layout == "auto")
+    observed = ahead.observe(replicas, resolve_mesh_shape(replicas, world_size))
+    why_not = partial(too_large, ahead.module, config, memory, observed.step.num_states)
+    choice = search(layouts, predict, why_not, num_samples, keeps_replicas=config.layout == "auto")
+    has_sequence = observed.trace is not None and first_with_sequence(observed.trace) is not None
+    if choice.predicted or config.context_parallel_size > 1 or not has_sequence:
+        return choice
+    layouts = candidates(config, world_size, machine.ranks_per_node, num_samples, cuts_sequences=True)
+    on_slices = search(layouts, predict, why_not, num_samples) if layouts else choice
+    if not on_slices.predicted:
+        return choice
+    reason = f"no rank has room for whole sequences, and {on_slices.reason}"
+    return replace(on_slices, reason=reason, refused={**choice.refused, **on_slices.refused})
 
 
 def too_large(

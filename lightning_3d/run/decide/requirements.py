@@ -149,7 +149,7 @@ def _problems_of_norms(
     """BatchNorm that is to take the batches of all replicas, by the Trainer's plugin or as SyncBatchNorm, and can't."""
     norms = {fqn: norm for fqn, norm in module.named_modules() if isinstance(norm, BatchNorm)}
     synced = [fqn for fqn, norm in norms.items() if isinstance(norm, nn.SyncBatchNorm) and norm.training]
-    asks = plugin is not None and shape.dp > 1 and bool(norms)
+    asks = plugin is not None and shape.size("samples") > 1 and bool(norms)
     if not asks and not synced:
         return
     what = f"Trainer(sync_batchnorm=True) for {next(iter(norms))}" if asks else f"{synced[0]}, a SyncBatchNorm,"

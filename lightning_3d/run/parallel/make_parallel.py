@@ -66,7 +66,10 @@ def make_parallel(planned: Planned) -> ParallelModel:
     _let_meet(context, own.values())
     heads = fused_heads(context, plan, blocks)
     randomness = StepRandomness(
-        seed=on_one_rank(torch.initial_seed), num_replicas=mesh.shape.dp, dp_rank=mesh.dp_rank, device=device
+        seed=on_one_rank(torch.initial_seed),
+        num_replicas=mesh.shape.size("samples"),
+        dp_rank=mesh.dp_rank,
+        device=device,
     )
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     return ParallelModel(

@@ -74,5 +74,13 @@ class ParallelModel:
         elif self.runner.engine is not None:
             losses = self.runner.engine.losses()
         evaluations = tuple(f"{name}: {inline_text(why)}" for name, why in inline.items())
-        findings = Findings(losses=losses, evaluations=evaluations, heads=heads, gathers=self.zero.gathers)
-        return replace(plan, findings=findings)
+        return replace(
+            plan,
+            findings=Findings(
+                losses=losses,
+                evaluations=evaluations,
+                heads=heads,
+                gathers=self.zero.gathers,
+                slices=() if self.runner.context is None else self.runner.context.texts,
+            ),
+        )

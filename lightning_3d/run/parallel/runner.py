@@ -48,7 +48,8 @@ def make_runner(
     precision.attach(norm=gradients.norm, zero=zero)
     inline = _inline(context, plan, blocks, router, zero) if mesh.shape.pp > 1 else None
     if not is_microbatched(config, mesh.shape):
-        return WholeModelRunner(module, zero, randomness, heads, inline, _context(context, plan, blocks))
+        slices = _context(context, plan, blocks) if inline is None else None  # inline, all ranks run all of it
+        return WholeModelRunner(module, zero, randomness, heads, inline, slices)
     engine = PipelineEngine(
         module=module,
         rank_module=zero.root,
@@ -61,6 +62,7 @@ def make_runner(
         full_backward_stages=full_backward_stages,
         has_budget=config.activations.plans_memory,
         sit_out=lambda fqns: zero.sit_out([blocks[fqn] for fqn in fqns]),
+        context=_context(context, plan, blocks),
         shares_evaluations=isinstance(zero, FullySharded),
     )
     assert inline is not None
@@ -84,7 +86,8 @@ def _context(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]) -
         return None
     axis = ContextAxis(context.mesh.axis("cp"))
     of_plan = {block.fqn: blocks[block.fqn] for block in plan.blocks}
-    return ContextSteps(context.module, of_plan, axis, context.config.context)
+    config, cuts_features = context.config.context, context.mesh.shape.tp > 1
+    return ContextSteps(context.module, of_plan, axis, config, cuts_features=cuts_features)
 
 
 def _inline(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module], router: Router, zero: Zero) -> InlineStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -64,6 +64,9 @@ class StepRunner(Protocol):
     inline: Mapping[str, str] = {}
     """Names of steps that have come to run inline -> why."""
 
+    context: ContextSteps | None = None
+    """Runs them on slices of sequences, where ranks share these."""
+
 
 class WholeModelRunner(StepRunner):
     """Runs steps at once, where every rank holds all blocks, or calls of blocks are exchanged.
@@ -82,7 +85,7 @@ class WholeModelRunner(StepRunner):
         inline: InlineStep | None = None,
         context: ContextSteps | None = None,
     ) -> None:
-        self._heads, self._inline, self._context = heads, inline, context
+        self._heads, self._inline, self.context = heads, inline, context
         self._module, self._zero, self._randomness = module, zero, randomness
         self._steps_by_hand = False  # inside of a training step with manual optimization
 
@@ -106,10 +109,16 @@ class WholeModelRunner(StepRunner):
         def run() -> Any:
             with self._heads.on(), nullcontext() if self._inline is None else self._inline.on():
                 step = partial(getattr(self._module, name), batch, *rest)
-                return tree_map(made, step() if self._context is None else self._context.run(step))
+                return tree_map(made, step() if self.context is None else self._on_slices(self.context, step))
 
         with self._randomness.replica(number):
             return self._zero.root(run)
+
+    def _on_slices(self, context: ContextSteps, step: Callable[[], Any]) -> Any:
+        output = context.run(step)
+        if not context.has_sequence:
+            raise context.no_sequence()
+        return output
 
     @contextmanager
     def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
@@ -156,6 +165,7 @@ class PipelineRunner(StepRunner):
         self._precision, self._fallback = precision, fallback
         self._module, self._zero, self._gradients = module, zero, gradients
         self.engine = self._engine = engine
+        self.context = engine.context
         self._splits_backward = splits_backward
         self._pending = PendingGradients(zero)
         self._has_trained = self._has_failed = False  # whether training steps have, in microbatches

@@ -25,6 +25,7 @@ from lightning_3d.sharding.interpret import Interpreter
 from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, chunked
 from lightning_3d.sharding.rules.function import Function
 from lightning_3d.sharding.rules.projection import as_projection
+from lightning_3d.sharding.sealed_tensor import SealedTensor
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role
 from lightning_3d.tensor.plan.record import RecordedCall, record_block
@@ -265,6 +266,6 @@ class VocabularyCalls(TorchFunctionMode):
         own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
         local = F.linear(entered, as_autocast(own_shard(weight)), own_bias)
         classes = ShardedClasses(weight.shape[0], self._axis)
-        if self._gathers_logits:
+        if self._gathers_logits or isinstance(local, SealedTensor):  # the loss is computed on slices of sequences
             return classes.gathered(local)
         return lazy_logits(HeadCall(local, None, None, classes=classes, num_classes=classes.num))

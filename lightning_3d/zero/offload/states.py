@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,7 +30,7 @@ class OffloadedStates:
             moved = [self._moved(optimizer, parameter, (name, index), leaf) for index, leaf in enumerate(leaves)]
             state[name] = tree_unflatten(moved, spec)
 
-    def _moved(self, optimizer: Optimizer, parameter: nn.Parameter, key: _Key, value: object) -> Any:
+    def _moved(self, optimizer: Optimizer, parameter: nn.Parameter, key: _Key, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         homes = self._homes.setdefault(parameter, {})
