@@ -76,7 +76,7 @@ def test_a_model_without_a_sequence_is_refused(workers: WorkerPools, layout: Lay
         workers(layout.world_size).run(_without_sequence, layout)
     for rank in range(layout.world_size):
         assert "context_parallel_size=2 found no sequence to cut" in error.value.failures[rank]
-        first = "layers.0" if rank < 2 else "layers.2"
+        first = "layers.0" if rank < 2 else "layers.3"
         assert f"{first}: ({8 // layout.pp}, " in error.value.failures[rank]
 
 
@@ -87,12 +87,11 @@ def _moves() -> tuple[str, ...]:
 
 
 def test_the_plan_tells_what_moves(workers: WorkerPools) -> None:
-    """Three operands of (8, 4, 16, 8) numbers, of which each of two ranks sends a quarter."""
-    for (line,) in workers(2).run(_moves):
-        assert line == (
-            "scaled_dot_product_attention, first in blocks.0, on slices: all-to-all to dim 1 of 3 of 3 operands;"
-            f" {3 * 8 * 4 * 16 * 8 * 4 / 4 / 1024:.1f} KiB"
-        )
+    """Each of two ranks sends a quarter of (8, 4, 16, 8) numbers an operand, and of (8, 16, 32) of what comes out."""
+    for attention, output in workers(2).run(_moves):
+        place = "first in blocks.0, on slices: all-to-all to dim 1 of"
+        assert attention == f"scaled_dot_product_attention, {place} 3 of 3 operands; 12.0 KiB"
+        assert output == f"linear, {place} 1 of 2 operands; 4.0 KiB"
 
 
 class _ChangesView(TinyGPT):

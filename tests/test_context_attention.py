@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_3d import ThreeDStrategy
 from lightning_3d.config.context import AttentionWay
 from lightning_3d.context.axis import ContextAxis
 from lightning_3d.context.choice import Sequences
@@ -232,6 +233,19 @@ def _trained(layout: Layout | None) -> tuple[int, dict[str, Tensor]]:
         patch.setattr(ContextAxis, "pass_on", counted)
         trainer, _ = fitted(layout, _Grouped, batches=2, epochs=1, limit_val_batches=0)
     return calls[0], whole_state(trainer)
+
+
+def _moves() -> tuple[str, ...]:
+    trainer, _ = fitted(Layout(cp=2), _Grouped, batches=1, epochs=1, limit_val_batches=0)
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    return trainer.strategy.plan.findings.slices
+
+
+def test_the_plan_tells_of_a_ring(workers: WorkerPools) -> None:
+    """Of keys and values of (8, 1, 15, 8) numbers each rank sends a half, as if there were 16."""
+    for lines in workers(2).run(_moves):
+        place = "first in blocks.0, on slices: operands pass round the ranks"
+        assert f"scaled_dot_product_attention, {place}; 4.0 KiB" in lines
 
 
 @pytest.mark.parametrize(

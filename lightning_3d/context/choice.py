@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_3d.memory.rank_memory import size_text
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.collectives import bytes_sent
 from lightning_3d.sharding.placement import (
@@ -87,8 +86,8 @@ def cheapest(
     return best
 
 
-def way_text(call: TorchCall, way: Sequence[Target] | None, axis: Axis, local: Local) -> str | None:
-    """How operands of a call move, and the bytes that a rank sends for it, for people; None if none does."""
+def moves_of(call: TorchCall, way: Sequence[Target] | None, axis: Axis, local: Local) -> tuple[str, int] | None:
+    """How operands of a call move, for people, and the bytes that a rank sends for it; None if none does."""
     sharded = [tensor for tensor in call.tensors if isinstance(tensor, ShardedTensor)]
     targets = [REPLICATE] * len(sharded) if way is None else way
     tensors = sharded if way is None else call.tensors
@@ -96,11 +95,11 @@ def way_text(call: TorchCall, way: Sequence[Target] | None, axis: Axis, local: L
     num_bytes = sum(bytes_sent(t.shape, t.element_size(), t.placement, to, axis.size) for t, to in moves)
     if not moves:
         made = local(call)
-        return f"operands pass round; {size_text(made.sends)}" if made is not None and made.sends else None
+        return ("operands pass round the ranks", made.sends) if made is not None and made.sends else None
     if way is None:
-        return f"all of it on every rank, as it is local on no slices; {size_text(num_bytes)}"
+        return "all of it on every rank, as it is local on no slices", num_bytes
     kinds = {"all-gather" if isinstance(to, Replicate) else f"all-to-all to dim {to.dim}" for _, to in moves}
-    return f"{' and '.join(sorted(kinds))} of {len(moves)} of {len(call.tensors)} operands; {size_text(num_bytes)}"
+    return f"{' and '.join(sorted(kinds))} of {len(moves)} of {len(call.tensors)} operands", num_bytes
 
 
 def _options(tensor: Tensor, axis: Axis, sequences: Sequences, *, is_fixed: bool) -> list[tuple[float, Target]]:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_3d.config.context import AttentionWay
 from lightning_3d.context.attention import BY_WAY, attends_on_slices, refused
 from lightning_3d.context.axis import ContextAxis, comes_of_weights, with_gradient_times
-from lightning_3d.context.choice import Local, Sequences, Target, cheapest, way_text
+from lightning_3d.context.choice import Local, Sequences, Target, cheapest, moves_of
 from lightning_3d.context.rows import MOVES, Moved, as_move
 from lightning_3d.context.rules import RULES as OWN_RULES
 from lightning_3d.context.rules import take_one_row
@@ -88,8 +88,8 @@ class ContextInterpreter(Interpreter):
         self._moves: dict[tuple[Any, ...], Moved | None] = {}
         self.block = ""
         """FQN of the block that was called last."""
-        self.moves_by_call: dict[tuple[str, str], str] = {}
-        """Name of a call and how its operands move -> the first block that it was made in."""
+        self.moves_by_call: dict[tuple[str, str, int], str] = {}
+        """Name of a call, how its operands move, and the bytes -> the first block that it was made in."""
         self._gathered: ByTensor[Tensor] = ByTensor()  # by slice
         self._parts_read: dict[int, Tensor] = {}  # gathered tensors by id, of which each rank reads a part
         # In place of views in one process: slices by their memory with the call, whole ones with their version.
@@ -225,8 +225,8 @@ class ContextInterpreter(Interpreter):
 
     def _find_way(self, call: TorchCall, form: Local, fixed: Tensor | None) -> Sequence[Target] | None:
         way = cheapest(call, self.axis, form, self.sequences, fixed)
-        if (text := way_text(call, way, self.axis, form)) is not None:
-            self.moves_by_call.setdefault((call.name, text), self.block)
+        if (moves := moves_of(call, way, self.axis, form)) is not None:
+            self.moves_by_call.setdefault((call.name, *moves), self.block)
         return way
 
     def _known(

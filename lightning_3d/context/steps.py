@@ -90,10 +90,10 @@ class ContextSteps:
         )
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """A line on each kind of call whose operands move between ranks, as steps have shown."""
+    def moves(self) -> list[tuple[str, int]]:
+        """Each kind of call whose operands move between ranks, for people, and the bytes that each sends for one."""
         moves = self._interpreter.moves_by_call.items()
-        return tuple(f"{name}, first in {block or 'no block'}, on slices: {text}" for (name, text), block in moves)
+        return [(f"{name}, first in {block or 'no block'}, on slices: {how}", n) for (name, how, n), block in moves]
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor that a step has; a plain one is that already."""

@@ -53,7 +53,7 @@ class SealedTensor(Tensor):
         raise PlanError(f"{UNSEEN} ({func})")
 
     def on_own(self, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `run` makes of this rank's part, sealed again; it leaves the dim alone that the part is cut along."""
+        """Run a function on this rank's part, and seal its result; the dim that the part is cut along stays."""
         with DisableTorchFunction():
             made: Tensor = sealed(ShardedTensor(run(self.sharded.own()), self.sharded.axis, self.sharded.placement))
             return made

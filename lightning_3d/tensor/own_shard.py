@@ -37,7 +37,7 @@ class _OwnShard(torch.autograd.Function):
     """
 
     gives_weight = True
-    """What it gives is a weight, to who asks a graph what a tensor was made of."""
+    """Whether its result counts as a weight, where a graph is asked what a tensor was made of."""
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor) -> Tensor:

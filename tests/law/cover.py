@@ -216,6 +216,11 @@ PINNED = (
     Case("llama-one-kv-head", "cp2", "selective"),
     Case("gpt", "cp2", "gathered", "by-hand"),
     Case("gpt", "dp2-cp2-zero3", "folder", "metrics"),
+    Case("gpt", "pp2-cp2", "resumed", "metrics"),
+    Case("t5", "pp2-cp2"),  # whose loss code writes in place beside slices
+    Case("gemma3n", "cp2-tp2"),  # blocks fill a dict for others
+    Case("three-heads", "cp2-tp2"),  # tensor-parallel ranks with other shapes
+    Case("llama", "cp2-tp2-zero3", "selective"),
     Case("odd-gpt", "pp2-tp2", "sequence-recomputed"),  # checkpoints inside of blocks save slices
 )
 """Cases that are run though others cover their pairs."""

@@ -1,4 +1,4 @@
-"""Context parallel for any module: the law's models that have sequences, on two and on four slices."""
+"""Context parallel for any module: the law's models that have sequences, on slices, alone and with other axes."""
 
 from __future__ import annotations
 
@@ -9,45 +9,30 @@ from tests.law.models import MODELS
 from tests.law.test_law import judged
 from tests.workers import WorkerPools
 
-SLICED = [case for name in MODELS if (case := Case(name, "cp2")).is_allowed]
-ON_FOUR = [
-    case
-    for name in MODELS
-    if (case := Case(name, "cp4")).is_allowed
-    and name
-    in (
-        *(
-            "gpt",
-            "llama",
-            "llama-one-kv-head",
-            "phi3",
-            "gpt2",
-            "mixtral",
-            "mixtral-grouped",
-            "qwen3-moe",
-            "llama4",
-            "gemma3n",
-        ),
-        *(
-            "bert",
-            "deberta-v2",
-            "t5",
-            "bart",
-            "deepseek-v3",
-            "swin",
-            "vit",
-            "clip",
-            "whisper",
-            "wav2vec2",
-            "mamba",
-            "dit",
-        ),
-        *("nn-transformer", "residual-vit", "odd-gpt"),
-    )
+ON_FOUR = """
+gpt llama llama-one-kv-head phi3 gpt2 mixtral mixtral-grouped qwen3-moe llama4 gemma3n bert deberta-v2 t5 bart
+deepseek-v3 swin vit clip whisper wav2vec2 mamba dit nn-transformer residual-vit odd-gpt
+""".split()
+"""Architectures on four slices."""
+
+COMPOSED = "llama llama-one-kv-head gpt2 mixtral bert t5 vit whisper mamba nn-transformer odd-gpt dit".split()
+"""Architectures in pipelines of slices, and with slices of sharded blocks."""
+
+CASES = [
+    Case(name, layout)
+    for layout, models in {
+        "cp2": MODELS,
+        "cp4": ON_FOUR,
+        "pp2-cp2": COMPOSED,
+        "cp2-tp2": COMPOSED,
+        "pp2-cp2-tp2": ("gpt", "t5"),
+    }.items()
+    for name in models
+    if Case(name, layout).is_allowed
 ]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("sliced", [*SLICED, *ON_FOUR], ids=str)
-def test_slices_train_as_one_process(workers: WorkerPools, sliced: Case) -> None:
-    assert not judged(workers, sliced)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_slices_train_as_one_process(workers: WorkerPools, case: Case) -> None:
+    assert not judged(workers, case)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.batch_guard import BatchGuard
 from lightning_3d.distributed.rng import StepRandomness
+from lightning_3d.memory.rank_memory import size_text
 from lightning_3d.parts.layout import Layout
 from lightning_3d.planning.budget import Budget
 from lightning_3d.planning.held import StateMemory
@@ -74,6 +75,7 @@ class ParallelModel:
         elif self.runner.engine is not None:
             losses = self.runner.engine.losses()
         evaluations = tuple(f"{name}: {inline_text(why)}" for name, why in inline.items())
+        moves = [] if self.runner.context is None else self.runner.context.moves
         return replace(
             plan,
             findings=Findings(
@@ -81,6 +83,6 @@ class ParallelModel:
                 evaluations=evaluations,
                 heads=heads,
                 gathers=self.zero.gathers,
-                slices=() if self.runner.context is None else self.runner.context.texts,
+                slices=tuple(f"{text}; {size_text(num_bytes)}" for text, num_bytes in moves),
             ),
         )
