@@ -9,22 +9,19 @@ from tests.law.models import MODELS
 from tests.law.test_law import judged
 from tests.workers import WorkerPools
 
-ON_FOUR = """
+_ON_FOUR = """
 gpt llama llama-one-kv-head phi3 gpt2 mixtral mixtral-grouped qwen3-moe llama4 gemma3n bert deberta-v2 t5 bart
 deepseek-v3 swin vit clip whisper wav2vec2 mamba dit nn-transformer residual-vit odd-gpt
-""".split()
-"""Architectures on four slices."""
-
-COMPOSED = "llama llama-one-kv-head gpt2 mixtral bert t5 vit whisper mamba nn-transformer odd-gpt dit".split()
-"""Architectures in pipelines of slices, and with slices of sharded blocks."""
+"""
+_COMPOSED = "llama llama-one-kv-head gpt2 mixtral bert t5 vit whisper mamba nn-transformer odd-gpt dit"
 
 CASES = [
     Case(name, layout)
     for layout, models in {
         "cp2": MODELS,
-        "cp4": ON_FOUR,
-        "pp2-cp2": COMPOSED,
-        "cp2-tp2": COMPOSED,
+        "cp4": _ON_FOUR.split(),
+        "pp2-cp2": _COMPOSED.split(),
+        "cp2-tp2": _COMPOSED.split(),
         "pp2-cp2-tp2": ("gpt", "t5"),
     }.items()
     for name in models
@@ -33,6 +30,6 @@ CASES = [
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_slices_train_as_one_process(workers: WorkerPools, case: Case) -> None:
-    assert not judged(workers, case)
+@pytest.mark.parametrize("sliced", CASES, ids=str)
+def test_slices_train_as_one_process(workers: WorkerPools, sliced: Case) -> None:
+    assert not judged(workers, sliced)
