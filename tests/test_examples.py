@@ -196,6 +196,7 @@ def test_learns(name: str, arguments: dict[str, int], workers: WorkerPools) -> N
 PLANNED = {
     "3d_2x2x2": (2, 2, 2, 1),
     "auto": (1, 8, 1, 1),
+    "cp2": (1, 4, 1, 1),
     "ddp": (1, 8, 1, 0),
     "deepspeed": (1, 8, 1, 2),
     "offload": (1, 8, 1, 3),
