@@ -1,7 +1,7 @@
 """A GPT learns from sequences that are too long for one process: each is cut over the ranks (context parallel).
 
-python examples/long_sequences.py                  4 ranks, which have 128 MiB each for a training step
-python examples/long_sequences.py --devices=1      what one rank would take, and that it does not fit
+python examples/long_sequences.py                  4 ranks, which may take 64 MiB each in a training step
+python examples/long_sequences.py --devices=1      is refused: one rank would take more
 
 The model and the data are those of `gpt.py`; nothing in them knows that sequences are cut.
 """
@@ -16,7 +16,7 @@ from jsonargparse import auto_cli
 from lightning_3d import ThreeDStrategy
 
 
-def main(devices: int = 4, length: int = 2048, max_steps: int = 10, budget: float = 0.125) -> None:
+def main(devices: int = 4, length: int = 2048, max_steps: int = 10, budget: float = 0.0625) -> None:
     """Train, and show the memory of the ranks and what moves between them.
 
     Args:

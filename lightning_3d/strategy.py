@@ -52,8 +52,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         pipeline_parallel_size: Number of pipeline stages.
         data_parallel_size: Number of model replicas; ``"auto"`` fills the world size.
         tensor_parallel_size: Ranks that share each block's weights.
-        context_parallel_size: Ranks that share each sequence. With data parallel and every stage of ZeRO, not yet with
-            pipelines or tensor parallel.
+        context_parallel_size: Ranks that share each sequence.
         zero: A ``ZeroConfig`` or a dict of its keys.
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.

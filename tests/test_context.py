@@ -80,18 +80,19 @@ def test_a_model_without_a_sequence_is_refused(workers: WorkerPools, layout: Lay
         assert f"{first}: ({8 // layout.pp}, " in error.value.failures[rank]
 
 
-def _moves() -> tuple[str, ...]:
-    trainer, _ = fitted(Layout(cp=2), TinyGPT, batches=1, epochs=1, limit_val_batches=0)
+def _moves(zero: int) -> tuple[str, ...]:
+    trainer, _ = fitted(Layout(cp=2, zero=zero), TinyGPT, batches=1, epochs=1, limit_val_batches=0)
     assert isinstance(trainer.strategy, ThreeDStrategy)
     return trainer.strategy.plan.findings.slices
 
 
-def test_the_plan_tells_what_moves(workers: WorkerPools) -> None:
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_plan_tells_what_moves(workers: WorkerPools, zero: int) -> None:
     """Each of two ranks sends a quarter of (8, 4, 16, 8) numbers an operand, and of (8, 16, 32) of what comes out."""
-    for attention, output in workers(2).run(_moves):
+    for attention, output in workers(2).run(_moves, zero):
         place = "first in blocks.0, on slices: all-to-all to dim 1 of"
         assert attention == f"scaled_dot_product_attention, {place} 3 of 3 operands; 12.0 KiB"
-        assert output == f"linear, {place} 1 of 2 operands; 4.0 KiB"
+        assert output == f"linear, {place} 1 of 3 operands; 4.0 KiB"
 
 
 class _ChangesView(TinyGPT):

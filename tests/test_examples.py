@@ -110,6 +110,13 @@ def test_gpt_trains_as_in_one_process(tmp_path: Path) -> None:
     assert losses == pytest.approx(_one_process(4, 4, clip=1.0), abs=1e-4)
 
 
+def test_long_sequences(tmp_path: Path) -> None:
+    arguments = ["--devices=2", "--length=512", "--max_steps=2"]
+    output = _run(tmp_path, str(EXAMPLES / "long_sequences.py"), *arguments)
+    assert "pipeline 1 x data 1 x context 2 x tensor 1, ZeRO 3" in output
+    assert "scaled_dot_product_attention, first in blocks.0, on slices: all-to-all" in output
+
+
 @pytest.fixture(scope="module")
 def pipelined() -> list[float]:
     """What the first steps of config.yaml and hydra's pp2 lose in one process."""
@@ -196,6 +203,7 @@ def test_learns(name: str, arguments: dict[str, int], workers: WorkerPools) -> N
 PLANNED = {
     "3d_2x2x2": (2, 2, 2, 1),
     "auto": (1, 8, 1, 1),
+    "cp2": (1, 4, 1, 1),
     "ddp": (1, 8, 1, 0),
     "deepspeed": (1, 8, 1, 2),
     "offload": (1, 8, 1, 3),

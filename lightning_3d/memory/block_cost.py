@@ -91,10 +91,16 @@ class BlockCost:
         parts |= {name: parts[name] + whole for name in ("forward", "forward_alone", "backward", "returned")}
         return BlockCost(**parts)
 
-    def of_slice(self, number: int) -> BlockCost:
-        """That of each of a number of ranks that share out the sequence, about: all but its weights and its calls."""
+    def of_slice(self, number: int, given: int) -> BlockCost:
+        """That of each of a number of ranks that share out the sequence, about: all but its weights and its calls.
+
+        Args:
+            given: Bytes of the activation that it gets: as many as attention gives, which is kept on both sides of its
+                way back to slices.
+        """
         parts = {name: -(-value // number) for name, value in vars(self).items()}
-        return BlockCost(**{**parts, "casts": self.casts, "num_calls": self.num_calls})
+        saved = parts["saved"] + (given // number if parts["saved"] else 0)
+        return BlockCost(**{**parts, "saved": saved, "casts": self.casts, "num_calls": self.num_calls})
 
 
 def block_costs(

@@ -195,6 +195,7 @@ def _too_much(
         further.append(f"zero.stage above {plan.zero_stage} with more data-parallel ranks")
     further.append(f"pipeline_parallel_size above {plan.shape.pp}")
     further.append(f"tensor_parallel_size above {plan.shape.tp}")
+    further.append(f"context_parallel_size above {plan.shape.cp}")
     further.append("a smaller batch")
     if plan.shape.pp > 1:
         further.append(f"pipeline.num_microbatches above {plan.num_microbatches}")

@@ -135,7 +135,8 @@ class StepMemory:
             block, tensor = blocks[call.name], tensors.get(call.name)
             cost = measured[call.name]
             if cost is not None and first is not None and position >= first:
-                cost = cost.of_slice(shape.cp)
+                given = sequence_of(trace, call.name)
+                cost = cost.of_slice(shape.cp, 0 if given is None else given.num_bytes)
             self.costs[call.name] = cost or _estimated(self._storages.of_calls[position], self._storages)
             self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), config, shape)
             if config.activations.fused_loss == "auto" and shape.cp == 1 and type(block) is nn.Linear:

@@ -30,7 +30,10 @@ VERSION = "_version"
 version_of: Callable[[Tensor], int] = attrgetter(VERSION)
 """Grows by every in-place change of a tensor or of its views."""
 
-base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+BASE = "_base"
+"""The attribute of `base_of`."""
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter(BASE)
 """The tensor that a view was made of, for autograd; None for what is no view."""
 
 

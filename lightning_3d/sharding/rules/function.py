@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.distributed.replica_world import CHANGING_COLLECTIVE, COLLECTIVE
+from lightning_3d.torch_internals.tensors import BASE
 
 Function = Callable[..., Any]
 
@@ -109,7 +110,7 @@ MEMORY = frozenset(
 METADATA = frozenset(
     {"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "requires_grad"}
     | {"is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"}
-    | {"element_size", "itemsize", "is_leaf", "__len__"}
+    | {"element_size", "itemsize", "is_leaf", "__len__", BASE}
 )
 """Calls that read no more of a tensor than a `ShardedTensor` knows without its data."""
 
