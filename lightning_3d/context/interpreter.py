@@ -45,6 +45,7 @@ from lightning_3d.torch_internals.autograd import calls_backward_hooks
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction, no_dispatch_modes
 from lightning_3d.torch_internals.fsdp import is_hook_of_fsdp, passes_tensors_on
 from lightning_3d.torch_internals.tensors import VERSION, storage_id, version_of
+from lightning_3d.zero.outside_reads import unsharded, whole_of
 
 _VIEWS = """
 __getitem__ narrow select split split_with_sizes chunk tensor_split unbind diagonal view view_as
@@ -321,9 +322,12 @@ class ContextInterpreter(Interpreter):
     @override
     def read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
         if isinstance(tensor, ShardedTensor):
-            return self._gathered.get(tensor.local, lambda: self._gather(tensor))
+            return self._gathered.get(tensor.local, functools.partial(self._gather, tensor))
         if id(tensor) in self._parts_read:
             return tensor
+        if whole_of(tensor) is not None:  # of which ZeRO stage 3 has left each rank a share
+            with DisableTorchFunction():
+                tensor = unsharded(tensor)
         if tensor.requires_grad and torch.is_grad_enabled() and _is_of_weights(tensor):
             return self._entered.get(tensor, lambda: with_gradient_times(tensor, self.axis.size))
         return super().read_by_each(tensor, contexts)

@@ -134,10 +134,10 @@ def _is_allowed(model_name: str, layout_name: str, setting_name: str) -> bool:
 
 def _has_slices(model_name: str, setting: Setting) -> bool:
     """Whether its sequences can be cut over ranks."""
-    is_compiled = "compile_backend" in setting.layout
+    is_unbuilt = not {"compile_backend", "sequence_parallel"}.isdisjoint(setting.layout)
     couples = MODELS[model_name].traits - {"couples samples", "uneven batches", "draws"}
     is_refused = model_name in (*WITHOUT_SEQUENCES, "collected")  # which changes views in place
-    return not (is_compiled or couples or is_refused)
+    return not (is_unbuilt or couples or is_refused)
 
 
 def _layouts(name: str, setting: Setting) -> list[Layout]:

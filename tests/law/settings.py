@@ -237,7 +237,8 @@ SETTINGS = {
     "selective": Setting(layout={"activations": {"recompute": "selective"}}),
     "unfused": Setting(layout={"activations": {"fused_loss": "never"}}),
     "compiled": Setting(
-        layout={"compile_backend": "aot_eager"}, warns=("compile.enabled: ", "Dynamo does not know how to trace")
+        layout={"compile_backend": "aot_eager"},
+        warns=("compile.enabled: ", "Dynamo does not know how to trace", "Dynamo detected a call to a `functools.lru"),
     ),
     "offloaded": Setting(layout={"zero_settings": _OFFLOADED}),
     "sequence": Setting(layout={"sequence_parallel": True}, fits=_on_shards),

@@ -387,7 +387,7 @@ MODELS = {
         families=frozenset({"pp"}),
         fits=lambda layout: layout.dp == layout.tp == 1,
     ),
-    "reading": Model(job=small_job(Reading, features), lr=0.03, fits=_with_one_replica),
+    "reading": Model(job=small_job(Reading, features), runs_inline=True, lr=0.03, fits=_with_one_replica),
     "carrying": Model(
         job=small_job(Carrying, features), fits=_with_one_replica, warns=("How what ",), skips=frozenset({"plain"})
     ),
@@ -404,7 +404,7 @@ MODELS = {
         lr=0.03,
         fits=_with_one_replica,
         has_plain_step=False,
-        skips=frozenset({"clipped-values"}),  # Lightning clips nothing of a step by hand
+        skips=frozenset({"clipped-values", "budget"}),  # Lightning clips nothing of a step by hand; it is not traced
     ),
     "penalties": Model(job=small_job(Penalties, features), runs_inline=True, lr=0.03, families=frozenset({"pp"})),
     "few-steps": Model(
