@@ -58,7 +58,6 @@ PEAKS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "tp2": (Layout(tp=2), "none", {}),
     "tp2-sequence": (Layout(tp=2, sequence_parallel=True), "none", {"model": partial(GPT, width=32)}),
     "cp2": (Layout(cp=2, zero=3), "none", {}),
-    "pp2-cp2": (Layout(pp=2, cp=2, num_microbatches=4), "none", {}),
     "compiled": (Layout(compile_backend="aot_eager"), "selective", {}),
     "zero3": (Layout(dp=2, zero=3), "full", {"precision": "64-true"}),
     "copies of weights by autocast": (
