@@ -13,11 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import Dataset
 
 from lightning_3d.pipeline.glue_seen import HandedOver, SeenGlue, UnseenError
 from lightning_3d.pipeline.stage_run import plain_call
 from tests.losses import LOSSES, LossNet, Outputs, labelled
-from tests.parity import Job, Layout, Outcome, assert_parity, run_layout
+from tests.models import TinyMLP, features
+from tests.parity import (
+    Job,
+    Layout,
+    Outcome,
+    assert_parity,
+    assert_same_state,
+    fitted,
+    run_layout,
+    whole_state,
+)
 from tests.workers import WorkerPools
 
 
@@ -143,6 +154,25 @@ def test_losses_that_come_to_join_samples_otherwise(
     ranks = _run(workers, partial(ChangingLoss, early, late), Layout(pp=2, num_microbatches=2))
     assert ranks[0].plan is not None
     assert any("couples samples" in text for text in ranks[0].plan.findings.losses)
+
+
+class _Pairs(TinyMLP):
+    """Compares neighbours, of which microbatches of four samples have pairs, and those of three do not."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        score = self(batch[0]).mean(1)
+        return -F.logsigmoid(score[0::2] - score[1::2]).mean()
+
+
+def _state_of_pairs(layout: Layout | None) -> dict[str, Tensor]:
+    def data(num_samples: int) -> Dataset[tuple[Tensor, ...]]:
+        return features(num_samples - 2)  # the last batch is smaller
+
+    return whole_state(fitted(layout, _Pairs, data=data, batches=3, epochs=1, limit_val_batches=0)[0])
+
+
+def test_microbatches_of_another_size_may_join_otherwise(workers: WorkerPools) -> None:
+    assert_same_state(workers(2).run(_state_of_pairs, Layout(pp=2, num_microbatches=2)), _state_of_pairs(None))
 
 
 class _Noting(TorchFunctionMode):

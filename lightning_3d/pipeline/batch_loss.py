@@ -65,9 +65,10 @@ class BatchLoss:
     """Finds out how each kind of step is made of its microbatches.
 
     A finding holds for the path that it was made on: the calls that a step makes (``Trace.path``) with its flags, and
-    with its decisions by the epoch, the step and the batch. Batches of other lengths that take the same path share it:
-    how a loss joins samples is a matter of what is called, not of how large the tensors are. A later step that computes
-    what it hands to blocks otherwise (``glue_seen.py``) is studied, too, and the finding is then right for both.
+    with its decisions by the epoch, the step and the batch; and for the numbers of samples in its microbatches, as
+    ``rows[0::2] - rows[1::2]`` joins pairs of an even number alone. Batches of other lengths that take the same path
+    share it: how a loss joins samples is a matter of what is called, not of how large the rest is. A later step that
+    computes what it hands to blocks otherwise (``glue_seen.py``) is studied, too; the finding is then right for both.
 
     Args:
         setting: ``pipeline.loss``.
@@ -162,7 +163,8 @@ class BatchLoss:
             if whole.name not in self._told:  # those of other replicas may show something
                 self._study_together(whole, parts)
             return LossFound(kind=LossKind.MEAN)
-        path = cached(self._paths, whole.kind, partial(self._path, whole, parts))
+        kinds = whole.kind, *(part.kind for part in parts)
+        path = cached(self._paths, kinds, partial(self._path, whole, parts))
         glue = self._glue.setdefault(path, SeenGlue())
         if is_studied := path not in self._found or glue.is_doubted:
             if (found := self._study_together(whole, parts)) is None:
@@ -177,7 +179,7 @@ class BatchLoss:
     def _path(self, whole: StepCall, parts: Sequence[StepCall]) -> _Path:
         """Collective. New on all ranks at once."""
         path = hash(self._study.trace(parts[0]).path)
-        return whole.name, (whole.state, *gather_numbers(path, self._group))
+        return whole.name, (whole.state, *(part.size for part in parts), *gather_numbers(path, self._group))
 
     def _study_together(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound | None:
         """Collective; of all ranks where nothing is known of a step, as batches may have too few samples on some. None
