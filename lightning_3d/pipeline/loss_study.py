@@ -132,10 +132,10 @@ class LossStudy:
         """
         try:
             with (
-                self._isolated(_halves(call, samples_of(call.batch, 0, 2 * size))),
+                self._isolated(_halves(call, call.batch, size)),
                 self._traces.deciding(call, notes_values=False) as deciding,  # also past the end of its trace
             ):
-                return self._find(deciding, 2 * size)
+                return self._find(deciding, size)
         except Exception as error:
             return LossFound(kind=LossKind.WHOLE, failure=f"{type(error).__name__}: {error}")
 
@@ -149,14 +149,14 @@ class LossStudy:
         Args:
             size: As for ``find``.
         """
-        own = samples_of(call.batch, 0, 2 * size)
+        halves = _halves(call, call.batch, size)
         try:
-            with self._isolated(_halves(call, own)):
-                self._compare_glue(call, own, 0)
+            with self._isolated(halves):
+                self._compare_glue(halves, 0)
                 for seed in range(1, _NUM_SEEDS if self._may_decide_by_draws(call) else 1):
-                    self._compare_glue(call, own, seed)
+                    self._compare_glue(halves, seed)
                 try:
-                    self._compare_glue(call, _mixed(own, size, _MIXED), 0)
+                    self._compare_glue(_halves(call, _mixed(call.batch, size, _MIXED), size), 0)
                 except CoupledError:
                     raise
                 except Exception:
@@ -171,7 +171,7 @@ class LossStudy:
         Args:
             size: As for ``find``.
         """
-        part, _, whole = _halves(call, samples_of(call.batch, 0, 2 * size))
+        part, _, whole = _halves(call, call.batch, size)
         try:
             of_whole, of_part = self.trace(whole), self.trace(part)
             with self._effects.undone(), attributes_kept(self._blocks, of_whole.block_side_effects):
@@ -186,8 +186,8 @@ class LossStudy:
         draws_on_host = trace.host_position != host_position()
         return draws_on_host or (self._runs.has_drawn and not _READS.isdisjoint(trace.of_batch))
 
-    def _compare_glue(self, call: StepCall, batch: object, seed: int) -> None:
-        *parts, whole = _halves(call, batch)
+    def _compare_glue(self, halves: Sequence[StepCall], seed: int) -> None:
+        *parts, whole = halves
         self._host.seed = seed
         try:
             self._runs.repeats_per_sample(whole, parts, _shares_of_samples(parts), seed=seed)
@@ -244,8 +244,8 @@ class LossStudy:
         self._trials.fits = {}
         compared: dict[int, _Compared] = {}  # by draw
         for draw in range(_NUM_DRAWS):
-            batch = _mixed(call.batch, size // 2, draw) if draw > _SIGNED else call.batch
-            *parts, whole = _halves(call, samples_of(batch, 0, size))
+            batch = _mixed(call.batch, size, draw) if draw > _SIGNED else call.batch
+            *parts, whole = _halves(call, batch, size)
             if draw == _SIGNED and any(c.name == _OF_PROBABILITIES for c in self._runs.flow(whole).trace.calls):
                 continue
             try:
@@ -303,10 +303,12 @@ class LossStudy:
         )
 
 
-def _halves(call: StepCall, batch: object) -> list[StepCall]:
-    """The same call on the halves of another batch, and on the whole of it."""
-    size = batch_size(batch)
-    ends = (0, size // 2), (size // 2, size), (0, size)
+def _halves(call: StepCall, batch: object, size: int) -> list[StepCall]:
+    """The same call on the first `size` samples of a batch, on as many that follow, and on both.
+
+    Each is cut from the batch itself: a list in it may be as long as the samples of a part, and is none of theirs.
+    """
+    ends = (0, size), (size, 2 * size), (0, 2 * size)
     return [replace(call, batch=samples_of(batch, *of_part)) for of_part in ends]
 
 
