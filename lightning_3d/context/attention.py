@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_3d.config.context import AttentionWay
-from lightning_3d.context.ring import attend_in_ring, unserved
+from lightning_3d.context.ring import are_cut, attend_in_ring, unserved
 from lightning_3d.context.rules import attend_own_queries
 from lightning_3d.errors import PlanError
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.rules.attention import Attention, attend
 from lightning_3d.sharding.rules.call import LocalCall, Rule, TorchCall
-from lightning_3d.sharding.sharded_tensor import cut_dim
 
 
 def attends_on_slices(call: TorchCall) -> bool:
@@ -26,14 +25,13 @@ def attends_on_slices(call: TorchCall) -> bool:
     if call.name != "scaled_dot_product_attention":
         return False
     attention = Attention(*call.args, **call.kwargs)
-    return all(cut_dim(tensor) == tensor.dim() - 2 for tensor in (attention.query, attention.key, attention.value))
+    return are_cut((attention.query, attention.key, attention.value), -2)
 
 
 def attend_own_heads(call: TorchCall, axis: Axis) -> LocalCall | None:
     """Attention of this rank's heads of queries, keys and values."""
     attention = Attention(*call.args, **call.kwargs)
-    operands = attention.query, attention.key, attention.value
-    return attend(call, axis) if all(cut_dim(tensor) == tensor.dim() - 3 for tensor in operands) else None
+    return attend(call, axis) if are_cut((attention.query, attention.key, attention.value), -3) else None
 
 
 BY_WAY: Mapping[AttentionWay, Rule] = {

@@ -130,7 +130,7 @@ class ContextInterpreter(Interpreter):
         kwargs, tensors = kwargs or {}, tensors_in((args, kwargs))
         if any(isinstance(tensor, ShardedTensor) and tensor.axis is not self.axis for tensor in tensors):
             return func(*args, **kwargs)  # the interpreter of that axis asks
-        if not any(isinstance(tensor, SealedTensor) for tensor in tensors):
+        if not any(map(_is_sealed, tensors)):
             return super().__torch_function__(func, types, args, kwargs)
         given, options = map_tensors(opened, (args, kwargs))
         return map_tensors(sealed, super().__torch_function__(func, types, given, options))
@@ -354,7 +354,7 @@ class ContextInterpreter(Interpreter):
     def on_custom_function(
         self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._is_outer and _holds_sealed(args, kwargs):
+        if self._is_outer and any(map(_is_sealed, tensors_in((args, kwargs)))):
             args, kwargs = map_tensors(opened, (args, kwargs))
             return map_tensors(sealed, self.on_custom_function(cls, function, args, kwargs))
         if not self._holds(args) and not self._holds(kwargs.values()):
@@ -411,8 +411,8 @@ class _Shown(tuple[object, ...]):
     """Stands for a tensor where a call is described."""
 
 
-def _holds_sealed(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    return any(isinstance(tensor, SealedTensor) for tensor in tensors_in((args, kwargs)))
+def _is_sealed(tensor: Tensor) -> bool:
+    return isinstance(tensor, SealedTensor)
 
 
 def _memory(tensor: Tensor) -> int:

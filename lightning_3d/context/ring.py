@@ -21,7 +21,7 @@ torch's own ring (``torch.distributed.tensor.experimental``) is for slices of on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -48,7 +48,7 @@ def attend_in_ring(call: TorchCall, axis: Axis) -> LocalCall | None:
     """Attention of this rank's queries to its keys and values, and to those that come by."""
     attention = Attention(*call.args, **call.kwargs)
     query, key, _ = operands = attention.query, attention.key, attention.value
-    if not isinstance(axis, ContextAxis) or not all(cut_dim(tensor) == tensor.dim() - 2 for tensor in operands):
+    if not isinstance(axis, ContextAxis) or not are_cut(operands, -2):
         return None
     if unserved(attention) is not None:
         return None
@@ -72,6 +72,11 @@ def attend_in_ring(call: TorchCall, axis: Axis) -> LocalCall | None:
         result=at,
         sends=2 * bytes_sent(key.shape, key.element_size(), of_key, REPLICATE, axis.size),
     )
+
+
+def are_cut(operands: Iterable[Tensor], dim: int) -> bool:
+    """Whether all operands of attention are cut along one dim, which counts from the last: rows -2, heads -3."""
+    return all(cut_dim(tensor) == tensor.dim() + dim for tensor in operands)
 
 
 def unserved(attention: Attention) -> str | None:

@@ -27,13 +27,11 @@ from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.placement import REPLICATE, chunked
 from lightning_3d.sharding.sealed_tensor import SealedTensor, opened, sealed
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, change_kept
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_sequence
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.pytree import tree_map
-
-SEQUENCE_DIM = 1
-"""The dim of the sequence in activations of shape (B, T, D)."""
 
 
 class ContextSteps:
@@ -160,7 +158,7 @@ class ContextSteps:
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if any(isinstance(value, ShardedTensor) for value in values):
             return args, kwargs
-        first = next((value for value in values if value.is_floating_point() and value.dim() == 3), None)
+        first = next(filter(is_sequence, values), None)
         if first is None:
             self._seen.setdefault(fqn, [str(tuple(value.shape)) for value in values])
             return args, kwargs
