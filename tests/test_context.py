@@ -80,19 +80,29 @@ def test_a_model_without_a_sequence_is_refused(workers: WorkerPools, layout: Lay
         assert f"{first}: ({8 // layout.pp}, " in error.value.failures[rank]
 
 
-def _moves(zero: int) -> tuple[str, ...]:
-    trainer, _ = fitted(Layout(cp=2, zero=zero), TinyGPT, batches=1, epochs=1, limit_val_batches=0)
+def _moves(layout: Layout) -> tuple[str, ...]:
+    trainer, _ = fitted(layout, TinyGPT, batches=1, epochs=1, limit_val_batches=0)
     assert isinstance(trainer.strategy, ThreeDStrategy)
     return trainer.strategy.plan.findings.slices
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_the_plan_tells_what_moves(workers: WorkerPools, zero: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "parts"),
+    [
+        (Layout(cp=2), 1),
+        (Layout(cp=2, zero=3), 1),
+        (Layout(cp=2, tp=2), 2),  # half of the heads
+        (Layout(pp=2, cp=2, num_microbatches=2), 2),  # half of the samples
+    ],
+    ids=str,
+)
+def test_the_plan_tells_what_moves(workers: WorkerPools, layout: Layout, parts: int) -> None:
     """Each of two ranks sends a quarter of (8, 4, 16, 8) numbers an operand, and of (8, 16, 32) of what comes out."""
-    for attention, output in workers(2).run(_moves, zero):
-        place = "first in blocks.0, on slices: all-to-all to dim 1 of"
-        assert attention == f"scaled_dot_product_attention, {place} 3 of 3 operands; 12.0 KiB"
-        assert output == f"linear, {place} 1 of 3 operands; 4.0 KiB"
+    for rank, (attention, output) in enumerate(workers(layout.world_size).run(_moves, layout)):
+        block = f"blocks.{2 if layout.pp > 1 and rank >= 2 else 0}"
+        place = f"first in {block}, on slices: all-to-all to dim 1 of"
+        assert attention == f"scaled_dot_product_attention, {place} 3 of 3 operands; {12 / parts:.1f} KiB"
+        assert output == f"linear, {place} 1 of {2 if layout.tp > 1 else 3} operands; {4 / parts:.1f} KiB"
 
 
 class _ChangesView(TinyGPT):
