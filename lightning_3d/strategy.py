@@ -202,8 +202,10 @@ class ThreeDStrategy(Configured, ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning to give dataloaders a distributed sampler: one replica keeps the user's own order."""
-        return self._shape.size("samples") > 1
+        """Tells Lightning to give dataloaders a distributed sampler: one replica keeps the user's own order, unless it
+        goes on with that of several.
+        """
+        return self._shape.size("samples") > 1 or self.run.keeps_replicas_order
 
     @property
     @override
@@ -395,7 +397,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        return self.run.checkpoints.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return checkpoints.load(self.run, checkpoint_path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -97,6 +97,14 @@ def save(run: Run, checkpoint: dict[str, object], path: str | os.PathLike[str], 
 # ---- going on
 
 
+def load(run: Run, path: str | os.PathLike[str], *, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint. A fit that goes on from several replicas keeps their order of samples, also as one."""
+    checkpoint = run.checkpoints.load_checkpoint(path, weights_only=weights_only)
+    if run.is_fit and RUN in checkpoint:
+        run.keeps_replicas_order = checkpoint[RUN]["ranks"][0].get("replicas", 1) > 1
+    return checkpoint
+
+
 def load_model(run: Run, checkpoint: Mapping[str, object], *, strict: bool) -> None:
     """Fill the model; all of one that is empty."""
     run.checkpoints.load_model(checkpoint, strict=strict or (run.is_parallel and run.parallel.is_empty))

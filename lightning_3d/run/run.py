@@ -80,6 +80,8 @@ class Run:
         """The state of the fit that this one goes on with, until it does."""
         self.restores_late: bool | None = None
         """Whether checkpoints are restored after setup; known once the model is built."""
+        self.keeps_replicas_order: bool = False
+        """Whether the fit goes on from several replicas, whose order of samples one replica keeps, too."""
 
     # ---- what it owns
 
