@@ -260,6 +260,25 @@ def test_blocks_that_couple_samples_are_named_and_left_as_they_were() -> None:
     assert {block.num_calls for block in blocks} == {0}
 
 
+class Experts(nn.Module):
+    """Takes rows one by one in the order of the batch, until an expert's capacity is filled."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.gate, self.linear, self.capacity = nn.Linear(16, 2), nn.Linear(16, 16), capacity
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = F.one_hot(self.gate(x).argmax(-1), 2)
+        has_room = (chosen.cumsum(0) * chosen).sum(-1, keepdim=True) <= self.capacity
+        return x + self.linear(x) * has_room
+
+
+@pytest.mark.parametrize("capacity", [2, 100])
+def test_blocks_whose_first_samples_take_the_room_of_later_ones_are_named(capacity: int) -> None:
+    with _studied(Stack(Experts(capacity)), _batch(8)) as (study, call):
+        assert study.coupling_blocks(call, size=4) == (("blocks.0",) if capacity == 2 else ())
+
+
 class Regular(nn.Module):
     """Also gives a loss of its own, as codebooks and experts do."""
 

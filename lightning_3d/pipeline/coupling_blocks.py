@@ -1,17 +1,21 @@
 """Blocks that couple the samples of their batch, which with a pipeline is a microbatch.
 
-A block with code of the user's runs twice, alone, with random weights and inputs: the second time half of the samples
-are others, which changes what the first half gives only if samples meet. What it gives without a dimension of samples,
-as a loss of its own, counts as the mean of the microbatches'; so where it depends on them, the block also runs on each
-half. Integers and masks are zero meanwhile, and a block that does not run so, or that is large, is not told of. Of
-BatchNorm the plan tells.
+A block with code of the user's runs alone, with random weights and inputs, on a batch and on each half of it, which
+give the same only if no samples meet and none takes the room of a later one. What it gives without a dimension of
+samples, as a loss of its own, counts as the mean of the microbatches'.
+
+A block that draws would draw other numbers for halves: it runs again with the second half of the samples exchanged,
+which changes what the first half gives only if samples meet; its own losses are compared in evaluation mode.
+
+Integers and masks are zero meanwhile, and a block that does not run so, or that is large, is not told of. Of BatchNorm
+the plan tells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +33,9 @@ from lightning_3d.trace.trace import Trace
 
 _MOST_BYTES = 2**30  # of a block's parameters and buffers
 
+Dims: TypeAlias = "Mapping[int, int | None]"
+"""By place among the outputs of a block the dimension of the samples; None if there is none."""
+
 
 def coupling_blocks(blocks: Mapping[str, nn.Module], whole: Trace, part: Trace) -> Iterator[str]:
     """FQNs of the blocks that do.
@@ -42,9 +49,10 @@ def coupling_blocks(blocks: Mapping[str, nn.Module], whole: Trace, part: Trace) 
         if call.call_index == 0 and call.name in part.block_inputs:
             probe = _Probe(blocks[call.name], whole.block_inputs[call.name], part.block_inputs[call.name])
             if probe.kind not in known:
-                ids = [result.tensor for result in call.results]
-                dims = [None if i is None else grown_dim(whole.tensors[i], part.tensors[i]) for i in ids]
-                known[probe.kind] = probe.couples(dims)
+                new = {i: result.tensor for i, result in enumerate(call.results) if result.tensor is not None}
+                known[probe.kind] = probe.couples(
+                    {i: grown_dim(whole.tensors[t], part.tensors[t]) for i, t in new.items()}
+                )
             if known[probe.kind]:
                 yield call.name
 
@@ -62,11 +70,11 @@ class _Probe:
         self.kind: Hashable = (classes, shapes, repr(self._metas))
         """Blocks of one kind do alike."""
 
-    def couples(self, dims: Sequence[int | None]) -> bool:
+    def couples(self, dims: Dims) -> bool:
         """Whether it couples samples.
 
         Args:
-            dims: Of its outputs, the dimension of the samples.
+            dims: Of the tensors that it makes, by their place among its outputs.
         """
         modules = list(self._block.modules())
         is_users = any(not type(module).__module__.startswith("torch.nn.") for module in modules)
@@ -82,7 +90,7 @@ class _Probe:
         except Exception:
             return False
 
-    def _runs_differ(self, dims: Sequence[int | None]) -> bool:
+    def _runs_differ(self, dims: Dims) -> bool:
         device = next(meta.device for meta in self._metas if isinstance(meta, TensorMeta))
         generators = Generators(device)
         with torch.no_grad(), generators.torch_seeded(0):
@@ -98,19 +106,19 @@ class _Probe:
 
         with RandomnessSeen() as randomness:
             whole = run(inputs)
-        mixed, dims = run(self._with_other_half(inputs, others)), dims[: len(whole)]
         if not all(leaf.isfinite().all() for leaf in whole if isinstance(leaf, Tensor)):
             return False  # it does not take such weights
-        for *pair, dim in zip(whole, mixed, dims, strict=True):
-            if dim is not None and not _are_alike(*(leaf.narrow(dim, 0, leaf.shape[dim] // 2) for leaf in pair)):
-                return True
-        of_batch = [i for i, dim in enumerate(dims) if dim is None and _have_changed(whole[i], mixed[i])]
+        if not randomness.seen:
+            return _are_others(whole, run(self._half(inputs, 0)), run(self._half(inputs, 1)), dims)
+        mixed = run(self._with_other_half(inputs, others))
+        pairs = [[_half_of(run[i], dim, 0) for run in (whole, mixed)] for i, dim in dims.items() if dim is not None]
+        if not all(_are_alike(*pair) for pair in pairs):
+            return True
+        of_batch = {i: None for i, dim in dims.items() if dim is None and whole[i].is_floating_point()}
         if not of_batch:
             return False
-        with _evaluated(self._block) if randomness.seen else nullcontext():  # halves would draw other numbers
-            whole = run(inputs) if randomness.seen else whole
-            first, second = run(self._half(inputs, 0)), run(self._half(inputs, 1))
-        return any(not _are_alike(whole[i], (first[i] + second[i]) / 2) for i in of_batch)
+        with _evaluated(self._block):
+            return _are_others(run(inputs), run(self._half(inputs, 0)), run(self._half(inputs, 1)), of_batch)
 
     def _inputs(self) -> list[object]:
         return [meta.random() if isinstance(meta, TensorMeta) else meta for meta in self._metas]
@@ -121,7 +129,7 @@ class _Probe:
         for leaf, meta, of_part in zip(inputs, self._metas, self._of_part, strict=True):
             dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
             own = leaf if isinstance(leaf, Tensor) else of_part
-            given.append(own if dim is None else own.narrow(dim, index * (own.shape[dim] // 2), own.shape[dim] // 2))
+            given.append(own if dim is None else _half_of(own, dim, index))
         return given
 
     def _with_other_half(self, inputs: Sequence[Any], others: Sequence[Any]) -> list[object]:
@@ -156,9 +164,22 @@ def _evaluated(block: nn.Module) -> Iterator[None]:
             module.training = is_training
 
 
-def _have_changed(first: object, second: object) -> bool:
-    """Whether a result is real numbers that other samples change."""
-    return isinstance(first, Tensor) and first.is_floating_point() and not torch.equal(first, cast(Tensor, second))
+def _half_of(tensor: Tensor, dim: int, index: int) -> Tensor:
+    """The samples of the first half, or of the second."""
+    size = tensor.shape[dim] // 2
+    return tensor.narrow(dim, index * size, size)
+
+
+def _are_others(whole: Sequence[Any], first: Sequence[Any], second: Sequence[Any], dims: Dims) -> bool:
+    """Whether halves of a batch give other samples, or losses whose mean is another, than the batch does."""
+    for i, dim in dims.items():
+        halves = first[i], second[i]
+        if dim is not None:
+            if any(not _are_alike(_half_of(whole[i], dim, index), half) for index, half in enumerate(halves)):
+                return True
+        elif whole[i].is_floating_point() and not _are_alike(whole[i], sum(halves) / 2):
+            return True
+    return False
 
 
 def _are_alike(first: Tensor, second: Tensor) -> bool:

@@ -42,7 +42,6 @@ KNOWN = {
     "odd-gpt.*zero3.*.hooks": _LATE,
     "linear-on-data.tp*.sequence*": _GATHERED,
     "ties.pp*.inline.calls": _READ_BETWEEN,
-    "structures.pp4.*": "a warning says that a block couples samples, which it does not",
 }
 """Defects that the judge has found and that are not mended yet: names of cases -> what is wrong."""
 
