@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lightning_3d.config.checks import check_values
+from lightning_3d.errors import ConfigError
 
 AttentionWay = Literal["auto", "ulysses", "ring", "gather"]
 """How queries of one slice of a sequence meet the keys and values of all slices."""
@@ -30,5 +31,16 @@ class ContextConfig:
 
     A call that the named way can't serve is refused. Other calls go where it costs least, whatever this says."""
 
+    dims: tuple[tuple[str | int, ...], ...] = ()
+    """Where sequences lie, as pairs of an FQN pattern of blocks (``"encoder.*"``; ``*`` and ``?`` as in a shell) and
+    the dimension of the sequence in the first floating-point argument of these blocks: 0 of ``(sequence, batch,
+    features)``, 2 of ``(batch, features, sequence)``. Of several rules that name a block the last one holds; without
+    one it is 1, of arguments ``(batch, sequence, features)`` alone. Results do not depend on it."""
+
     def __post_init__(self) -> None:
         check_values(self)
+        for rule in self.dims:
+            if [type(part) for part in rule] != [str, int] or int(rule[1]) < 0:
+                raise ConfigError(
+                    f"context.dims has the rule {list(rule)}: use pairs of an FQN pattern and a dimension"
+                )

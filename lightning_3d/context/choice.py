@@ -52,6 +52,7 @@ class Sequences:
     lengths: frozenset[int]
     batch: int
     """Samples, whose dim is not cut: of one long sequence there is nothing to cut."""
+    batch_dim: int = 0
 
 
 def cheapest(
@@ -113,7 +114,7 @@ def _options(tensor: Tensor, axis: Axis, sequences: Sequences, *, is_fixed: bool
         return bytes_sent(tensor.shape, tensor.element_size(), at, target, axis.size)
 
     for dim, length in enumerate(tensor.shape):
-        is_batch = dim == 0 and length == sequences.batch
+        is_batch = dim == sequences.batch_dim and length == sequences.batch
         is_sequence = length in sequences.lengths
         if dim == at.dim or not (is_sequence or (length and length % axis.size == 0 and not is_batch)):
             continue

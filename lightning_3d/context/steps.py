@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_3d.config.context import ContextConfig
 from lightning_3d.context.axis import ContextAxis
 from lightning_3d.context.choice import Sequences
+from lightning_3d.context.dims import SequenceDims
 from lightning_3d.context.interpreter import ContextInterpreter
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import running
@@ -27,7 +28,6 @@ from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.placement import REPLICATE, chunked
 from lightning_3d.sharding.sealed_tensor import SealedTensor, opened, sealed
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, change_kept
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_sequence
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
@@ -54,7 +54,7 @@ class ContextSteps:
         *,
         cuts_features: bool = False,
     ) -> None:
-        self._module, self._axis = module, axis
+        self._module, self._axis, self._dims = module, axis, SequenceDims(config, blocks)
         self._interpreter = ContextInterpreter(axis, config.attention, is_outer=cuts_features)
         self._is_running = False
         self.has_sequence = False
@@ -84,7 +84,8 @@ class ContextSteps:
         got = "; ".join(f"{fqn}: {', '.join(shapes)}" for fqn, shapes in self._seen.items()) or "no block was called"
         return PlanError(
             f"context_parallel_size={self._axis.size} found no sequence to cut: no block got an activation of shape"
-            f" (batch, sequence, features) ({got}). Use context_parallel_size=1."
+            f" (batch, sequence, features) ({got}). Let context.dims say where sequences lie, or use"
+            " context_parallel_size=1."
         )
 
     @property
@@ -158,23 +159,26 @@ class ContextSteps:
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if any(isinstance(value, ShardedTensor) for value in values):
             return args, kwargs
-        first = next(filter(is_sequence, values), None)
+        sequences = ((value, self._dims.of(fqn, value.dim())) for value in values if value.is_floating_point())
+        first, dim = next(((value, dim) for value, dim in sequences if dim is not None), (None, 0))
         if first is None:
             self._seen.setdefault(fqn, [str(tuple(value.shape)) for value in values])
             return args, kwargs
         self.has_sequence = True
-        if first.shape[SEQUENCE_DIM] < self._axis.size:  # every rank runs all of it
+        if first.shape[dim] < self._axis.size:  # every rank runs all of it
             return args, kwargs
         with DisableTorchFunction():
-            cut = self._cut(first)
+            cut = self._cut(first, dim)
         given = tuple(cut if value is first else value for value in args)
         return given, {name: cut if value is first else value for name, value in kwargs.items()}
 
-    def _cut(self, tensor: Tensor) -> ShardedTensor:
-        length = tensor.shape[SEQUENCE_DIM]
-        known = self._interpreter.sequences
-        self._interpreter.sequences = Sequences(lengths=known.lengths | {length}, batch=tensor.shape[0])
-        at = chunked(SEQUENCE_DIM, length, self._axis.size)
+    def _cut(self, tensor: Tensor, dim: int) -> ShardedTensor:
+        length, lengths = tensor.shape[dim], self._interpreter.sequences.lengths
+        samples = 0 if dim else min(1, tensor.dim() - 1)  # of the first two dims the other one
+        self._interpreter.sequences = Sequences(
+            lengths=lengths | {length}, batch=tensor.shape[samples], batch_dim=samples
+        )
+        at = chunked(dim, length, self._axis.size)
         own = redistribute(tensor, self._axis, REPLICATE, at)
         return ShardedTensor(own if tensor.requires_grad else own.clone(), self._axis, at)
 

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_3d.activations.partitioned_inputs import is_cut
 from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.context.dims import SequenceDims
 from lightning_3d.distributed.machine import Work
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.memory.block_cost import FLOPS_PER_BYTE, BlockCost, block_costs
@@ -111,7 +112,8 @@ class StepMemory:
         # Where the loss is the whole batch's, no backward begins before all forwards have run.
         schedule = "gpipe" if config.pipeline.loss == "whole" else config.pipeline.schedule
         self._orders = schedule_order(schedule, self._ranks, config.num_microbatches)
-        first = first_with_sequence(trace) if shape.cp > 1 else None
+        self._sequence_dims = SequenceDims(config.context, blocks)
+        first = first_with_sequence(trace, self._sequence_dims) if shape.cp > 1 else None
         self._storages = trace.storages if first is None else on_slices(trace.storages, first, shape.cp)
         self._trace, self._flow = trace, cut_at_calls(trace)
         self._positions: dict[int, list[int]] = {}  # number of a call of a block -> in the trace, with its glue
@@ -135,7 +137,7 @@ class StepMemory:
             block, tensor = blocks[call.name], tensors.get(call.name)
             cost = measured[call.name]
             if cost is not None and first is not None and position >= first:
-                given = sequence_of(trace, call.name)
+                given = sequence_of(trace, call.name, self._sequence_dims)
                 cost = cost.of_slice(shape.cp, 0 if given is None else given.num_bytes)
             self.costs[call.name] = cost or _estimated(self._storages.of_calls[position], self._storages)
             self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), config, shape)
@@ -245,7 +247,7 @@ class StepMemory:
         queries, keys, values and outputs, and of their gradients.
         """
         cp, of_calls = self._shape.cp, len(self._calls_of(fqn))
-        given = sequence_of(self._trace, fqn) if cp > 1 else None
+        given = sequence_of(self._trace, fqn, self._sequence_dims) if cp > 1 else None
         return 0 if given is None else of_calls * 8 * given.num_bytes * (cp - 1) // cp**2
 
     def _calls_of(self, fqn: str) -> list[int]:

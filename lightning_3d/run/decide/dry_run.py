@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.context.dims import SequenceDims
 from lightning_3d.distributed.axes import AXES
 from lightning_3d.distributed.machine import Machine
 from lightning_3d.distributed.mesh import MeshShape, refuse_unbuilt, resolve_mesh_shape
@@ -254,7 +255,8 @@ def search_layout(
     observed = ahead.observe(replicas, resolve_mesh_shape(replicas, world_size))
     why_not = partial(too_large, ahead.module, config, memory, observed.step.num_states)
     choice = search(layouts, predict, why_not, num_samples, keeps_replicas=config.layout == "auto")
-    has_sequence = observed.trace is not None and first_with_sequence(observed.trace) is not None
+    dims = SequenceDims(config.context, observed.blocks)
+    has_sequence = observed.trace is not None and first_with_sequence(observed.trace, dims) is not None
     if choice.predicted or config.context_parallel_size > 1 or not has_sequence:
         return choice
     layouts = candidates(config, world_size, machine.ranks_per_node, num_samples, cuts_sequences=True)
