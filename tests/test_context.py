@@ -241,6 +241,26 @@ def _predicted() -> tuple[type, tuple[int, ...], bool]:
     return type(kept), tuple(kept.shape), type(given) is Tensor and given.shape == kept.shape
 
 
+def _predicted_in_slices() -> list[Tensor]:
+    """What a rank is given with slices, and with whole tensors."""
+    given: list[Any] = []
+    for gathers in (False, True):
+        trainer, module = fitted(Layout(cp=2, context={"gather_outputs": gathers}), _Keeps, batches=1, epochs=1)
+        batches = loader(tokens(8), global_batch_size=8, data_parallel_size=1)
+        given += trainer.predict(module, batches) or []
+    return given
+
+
+def test_predictions_may_stay_slices(workers: WorkerPools) -> None:
+    (first, whole), (second, _) = workers(2).run(_predicted_in_slices)
+    assert type(first) is Tensor
+    assert first.shape[1] < whole.shape[1]
+    assert torch.equal(torch.cat((first, second), 1), whole)
+    strategy = ThreeDStrategy(context_parallel_size=2, pipeline_parallel_size=2, context={"gather_outputs": False})
+    with pytest.raises(ConfigError, match=r"context\.gather_outputs=False can't be had with pipeline_parallel_size=2"):
+        L.Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
+
+
 def test_what_a_step_gives_and_keeps_is_whole(workers: WorkerPools) -> None:
     for kind, shape, is_whole in workers(2).run(_predicted):
         assert kind is Tensor

@@ -37,6 +37,10 @@ class ContextConfig:
     features)``, 2 of ``(batch, features, sequence)``. Of several rules that name a block the last one holds; without
     one it is 1, of arguments ``(batch, sequence, features)`` alone. Results do not depend on it."""
 
+    gather_outputs: bool = True
+    """Whether ``predict_step`` gives whole tensors on every rank, as one process does, or each rank its slice of what
+    lies in slices, which takes 1 / context_parallel_size of the memory. Not with a pipeline."""
+
     def __post_init__(self) -> None:
         check_values(self)
         for rule in self.dims:

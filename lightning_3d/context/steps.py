@@ -56,15 +56,18 @@ class ContextSteps:
     ) -> None:
         self._module, self._axis, self._dims = module, axis, SequenceDims(config, blocks)
         self._interpreter = ContextInterpreter(axis, config.attention, is_outer=cuts_features)
+        self.config = config
         self._is_running = False
         self.has_sequence = False
         """Whether a block on this rank has ever got a sequence."""
         self._seen: dict[str, list[str]] = {}  # what blocks got that is no sequence
         self._cutters = [(block, functools.partial(self._on_slices, fqn, block)) for fqn, block in blocks.items()]
 
-    def run(self, step: Callable[[], Any]) -> Any:
-        """Run a step, or a stage of one on a microbatch; what it returns, and what it keeps in attributes of the
-        module, is whole.
+    def run(self, step: Callable[[], Any], *, gathers: bool = True) -> Any:
+        """Run a step, or a stage of one on a microbatch; what it keeps in attributes of the module is whole.
+
+        Args:
+            gathers: Whether what it returns is, too, in place of slices as plain tensors.
         """
         for block, cutter in self._cutters:
             running(block).sliced = cutter  # blocks that are here in full lose their runners after a fit
@@ -73,7 +76,7 @@ class ContextSteps:
             output = step()
         self._interpreter.check_copies()
         with DisableTorchFunction():
-            output = tree_map(self._whole, output)
+            output = tree_map(self._whole if gathers else _own, output)
             for module in self._module.modules():
                 change_kept(vars(module), self._whole, (ShardedTensor, SealedTensor))
         self._interpreter.forget()
@@ -189,3 +192,9 @@ class ContextSteps:
         leaf = opened(leaf)
         is_own = isinstance(leaf, ShardedTensor) and leaf.axis is self._axis
         return self._interpreter.whole(leaf) if is_own else leaf
+
+
+def _own(leaf: Any) -> Any:
+    """What this rank has of a tensor."""
+    leaf = opened(leaf)
+    return leaf.own() if isinstance(leaf, ShardedTensor) else leaf

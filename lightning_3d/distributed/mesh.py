@@ -268,6 +268,11 @@ def refuse_unbuilt(config: ThreeDConfig, shape: MeshShape) -> None:
         return
     others = ["compile.enabled=True"] if config.compile.enabled else []
     others += ["tensor.sequence_parallel=True"] if config.tensor.sequence_parallel and shape.tp > 1 else []
+    if shape.pp > 1 and not config.context.gather_outputs:
+        raise ConfigError(
+            f"context.gather_outputs=False can't be had with pipeline_parallel_size={shape.pp}, whose last stage gives"
+            " outputs of the whole batch: leave out one of them"
+        )
     if others:
         raise ConfigError(
             f"context_parallel_size={shape.cp} goes with data, pipeline and tensor parallel and every stage of ZeRO,"

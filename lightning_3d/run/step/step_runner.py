@@ -109,13 +109,13 @@ class WholeModelRunner(StepRunner):
         def run() -> Any:
             with self._heads.on(), nullcontext() if self._inline is None else self._inline.on():
                 step = partial(getattr(self._module, name), batch, *rest)
-                return tree_map(made, step() if self.context is None else self._on_slices(self.context, step))
+                return tree_map(made, step() if self.context is None else self._on_slices(self.context, name, step))
 
         with self._randomness.replica(number):
             return self._zero.root(run)
 
-    def _on_slices(self, context: ContextSteps, step: Callable[[], Any]) -> Any:
-        output = context.run(step)
+    def _on_slices(self, context: ContextSteps, name: str, step: Callable[[], Any]) -> Any:
+        output = context.run(step, gathers=name != "predict_step" or context.config.gather_outputs)
         if not context.has_sequence:
             raise context.no_sequence()
         return output
