@@ -55,7 +55,7 @@ class ContextSteps:
         cuts_features: bool = False,
     ) -> None:
         self._module, self._axis = module, axis
-        self._interpreter = ContextInterpreter(axis, config.attention, is_outer=cuts_features)
+        self._interpreter = ContextInterpreter(axis, config, is_outer=cuts_features)
         self._is_running = False
         self.has_sequence = False
         """Whether a block on this rank has ever got a sequence."""
