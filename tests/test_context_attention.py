@@ -162,7 +162,7 @@ MOVED: Mapping[tuple[RowOrder, int], list[float]] = {
     ("in_order", 2): [0, 0],
     ("in_order", 4): [0, 0, 0, 0],
     ("head_tail", 2): [0.5, 0.5],
-    ("head_tail", 3): [0.5, 1, 0.5],
+    ("head_tail", 3): [0.5, 1, 1],
     ("head_tail", 4): [0.5, 1, 0.5, 1],
 }
 """By order and rank which part of its slice a rank sends away before the ring, and gets back behind it."""
@@ -323,7 +323,7 @@ def test_the_plan_tells_of_a_ring(workers: WorkerPools) -> None:
         assert f"scaled_dot_product_attention, {place}; 4.0 KiB" in lines
 
 
-_HEAD_TAIL = {"context": {"order": "head_tail"}}
+_HEAD_TAIL = {"context": {"attention": "ring", "order": "head_tail"}}
 
 
 @pytest.mark.parametrize(
