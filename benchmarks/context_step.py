@@ -1,27 +1,30 @@
 """Peak memory and time of a step whose sequence is cut over ranks, against the same step on one process.
 
-    python -m benchmarks.context_step [RANKS [LENGTH]]
+    python -m benchmarks.context_step
+    python -m benchmarks.context_step --num_ranks 4 --attention ring --order head_tail
+    python -m benchmarks.context_step --num_ranks 4 --length 16384 --num_layers 2 --width 64 --num_heads 4
 
 A Llama of `transformers` with random weights in fp32, 4 layers of width 256 and 8 heads, and one sequence of 4096
-tokens on 2 ranks unless other numbers are given. The peak is what torch's allocator has handed out at once in a step,
-above weights, gradients and what the optimizer keeps. Time is CPU time of the slowest rank, as ranks share the cores of
-one machine. In theory both are 1 / RANKS; the bar for memory is 0.04 above that.
+tokens on 2 ranks unless told otherwise. The peak is what torch's allocator has handed out at once in a step, above
+weights, gradients and what the optimizer keeps. Time is CPU time of the slowest rank, as ranks share the cores of one
+machine. In theory both are 1 / RANKS; the bar for memory is 0.04 above that. Below it is the CPU time of the rank that
+has least: with `--order head_tail` it should be within 0.05 of the slowest one's.
 
-By hand: the same model under Lightning's DDP, whose step cuts tokens, positions and targets, and whose attention sends
-heads by all-to-alls, as DeepSpeed-Ulysses does. The bar for time is 1.05 of that.
+By hand: the same model under Lightning's DDP, whose step cuts tokens, positions and targets. Its attention sends heads
+by all-to-alls, as DeepSpeed-Ulysses does, or, beside ``--attention ring`` and ``gather``, gathers keys and values. The
+bar for time is 1.05 of that.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from jsonargparse import auto_cli
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -33,16 +36,9 @@ from benchmarks.measured_memory import AllocatedPeak
 from benchmarks.models import random_tokens
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
+from lightning_3d.config.context import AttentionWay, RowOrder
 
-CONFIG: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "intermediate_size": 688,
-}
-STEPS = 5
+VOCABULARY, STEPS = 2048, 5
 
 
 class Measured(L.Callback):
@@ -92,6 +88,35 @@ def _by_heads(
     return _Swapped.apply(given, 2, 1).transpose(1, 2), None  # type: ignore[no-untyped-call]
 
 
+class _Gathered(torch.autograd.Function):
+    """The slices of all ranks, one after the other along dim 2."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        every = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own.contiguous())
+        return torch.cat(every, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size(), 2)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
+
+
+def _to_gathered(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float, **_: object
+) -> tuple[Tensor, None]:
+    """Attention of own queries to all keys that are not later."""
+    rows = query.shape[2]
+    last = (dist.get_rank() + 1) * rows
+    k, v = (_Gathered.apply(tensor)[:, :, :last] for tensor in (key, value))  # type: ignore[no-untyped-call]
+    earlier = torch.ones(rows, last, dtype=torch.bool).tril(last - rows)
+    given = F.scaled_dot_product_attention(query, k, v, attn_mask=earlier, scale=scaling)
+    return given.transpose(1, 2), None
+
+
 class ByHand(Llama):
     """The same on own slices."""
 
@@ -104,26 +129,63 @@ class ByHand(Llama):
         return lost * size / (tokens.shape[1] - 1)
 
 
-def run(length: int, *, by_hand: bool = False) -> list[tuple[float, int]]:
-    """Train; the seconds of a step and the peak in bytes of each rank."""
-    num_ranks, measured = dist.get_world_size(), Measured()
+def run(config: dict[str, Any], context: dict[str, str], by_hand: str | None = None) -> list[tuple[float, int]]:
+    """Train; the seconds of a step and the peak in bytes of each rank.
+
+    Args:
+        config: Of the model.
+        context: The strategy's settings of the section.
+        by_hand: The attention of the step by hand; None: it is the strategy's.
+    """
+    num_ranks, length, measured = dist.get_world_size(), config["max_position_embeddings"], Measured()
     L.seed_everything(1, verbose=False)
     AttentionInterface.register("by_heads", _by_heads)
-    config = {**CONFIG, "max_position_embeddings": length}
-    model = ByHand({**config, "attn_implementation": "by_heads"}) if by_hand else Llama(config)
-    strategy = "ddp" if by_hand else ThreeDStrategy(context_parallel_size=num_ranks) if num_ranks > 1 else "auto"
-    trainer = quiet_trainer(strategy, num_ranks, STEPS, measured, use_distributed_sampler=not by_hand)
-    trainer.fit(model, random_tokens(STEPS, 1, length, CONFIG["vocab_size"]))
+    AttentionInterface.register("to_gathered", _to_gathered)
+    model = Llama(config) if by_hand is None else ByHand({**config, "attn_implementation": by_hand})
+    strategy: Any = "auto" if by_hand is None else "ddp"
+    if num_ranks > 1 and by_hand is None:
+        strategy = ThreeDStrategy(context_parallel_size=num_ranks, context=context)
+    trainer = quiet_trainer(strategy, num_ranks, STEPS, measured, use_distributed_sampler=by_hand is None)
+    trainer.fit(model, random_tokens(STEPS, 1, length, VOCABULARY))
     everyone: list[Any] = [None] * num_ranks
     dist.all_gather_object(everyone, (min(measured.seconds[2:-1]), measured.peak))
     return everyone
 
 
-def main(num_ranks: int = 2, length: int = 4096) -> None:
-    """Print the table."""
-    ((alone, peak),), ranks = run_ranks(run, 1, length), run_ranks(run, num_ranks, length)
-    hands = run_ranks(partial(run, by_hand=True), num_ranks, length)
-    table = Table(title=f"a step on {num_ranks} ranks, {length} tokens")
+def main(
+    num_ranks: int = 2,
+    length: int = 4096,
+    attention: AttentionWay = "auto",
+    order: RowOrder = "auto",
+    num_layers: int = 4,
+    width: int = 256,
+    num_heads: int = 8,
+) -> None:
+    """Print the table.
+
+    Args:
+        num_ranks: Over which sequences are cut.
+        length: Tokens of the sequence.
+        attention: The setting `context.attention`.
+        order: The setting `context.order`.
+        num_layers: At least 2, as the layers are blocks then.
+        width: Of the residual stream.
+        num_heads: Of queries, and as many of keys.
+    """
+    config: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "intermediate_size": width * 43 // 16,
+        "max_position_embeddings": length,
+    }
+    context = {"attention": attention, "order": order}
+    by_hand = "by_heads" if attention in ("auto", "ulysses") else "to_gathered"
+    ((alone, peak),) = run_ranks(run, 1, config, context)
+    ranks, hands = (run_ranks(run, num_ranks, config, context, way) for way in (None, by_hand))
+    table = Table(title=f"a step on {num_ranks} ranks, {length} tokens, attention {attention}, order {order}")
     for column in ("", "one process", "a rank", "ratio", "by hand", "ratio"):
         table.add_column(column)
     seconds, most = (max(each) for each in zip(*ranks, strict=True))
@@ -132,8 +194,11 @@ def main(num_ranks: int = 2, length: int = 4096) -> None:
     table.add_row("peak, MiB", *row[:2], f"{most / peak:.3f}", row[2], f"{most / peak_of_hand:.3f}")
     row = [f"{number:.2f}" for number in (alone, seconds, of_hand)]
     table.add_row("CPU s", *row[:2], f"{seconds / alone:.3f}", row[2], f"{seconds / of_hand:.3f}")
+    least, least_of_hand = (min(each)[0] for each in (ranks, hands))
+    table.add_row("CPU s, of the least busy rank", "", f"{least:.2f}", "", f"{least_of_hand:.2f}", "")
+    table.add_row("least / most", "", f"{least / seconds:.3f}", "", f"{least_of_hand / of_hand:.3f}", "")
     Console().print(table)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    auto_cli(main)

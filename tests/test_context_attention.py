@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.config.context import AttentionWay
+from lightning_3d.config.context import AttentionWay, ContextConfig, RowOrder
+from lightning_3d.context import ring
 from lightning_3d.context.axis import ContextAxis
 from lightning_3d.context.choice import Sequences
+from lightning_3d.context.head_tail import head_tail
 from lightning_3d.context.interpreter import ContextInterpreter
 from lightning_3d.sharding.collectives import redistribute
 from lightning_3d.sharding.placement import chunked
@@ -67,15 +69,19 @@ class Found:
     """Of all keys that are held, per dim the most: of gathered ones in full."""
 
 
-def _found(way: AttentionWay, attention: Attention) -> Found:
+def _found(way: AttentionWay, attention: Attention, order: RowOrder = "in_order") -> Found:
     axis = ContextAxis(init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    interpreter = ContextInterpreter(axis, way)
+    interpreter = ContextInterpreter(axis, ContextConfig(attention=way, order=order))
     sent, shapes = [0], list[tuple[int, ...]]()
-    pass_on, all_gather = ContextAxis.pass_on, ContextAxis.all_gather
+    pass_on, all_gather, exchange = ContextAxis.pass_on, ContextAxis.all_gather, ContextAxis.exchange
 
     def counted(self: ContextAxis, tensor: Tensor, coming: Tensor) -> Any:
         sent[0] += tensor.nbytes
         return pass_on(self, tensor, coming)
+
+    def to_others(self: ContextAxis, rows: Tensor, going: list[int], coming: list[int]) -> Tensor:
+        sent[0] += (rows.numel() - going[self.rank]) * rows.element_size()
+        return exchange(self, rows, going, coming)
 
     def seen(self: ContextAxis, tensor: Tensor, at: Any) -> Tensor:
         gathered = all_gather(self, tensor, at)
@@ -97,6 +103,7 @@ def _found(way: AttentionWay, attention: Attention) -> Found:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContextAxis, "pass_on", counted)
         patch.setattr(ContextAxis, "all_gather", seen)
+        patch.setattr(ContextAxis, "exchange", to_others)
         cut = [ShardedTensor(leaf * 1.0, axis, at) for leaf, at in zip(leaves, places, strict=True)]
         with interpreter.statistics, interpreter:
             if attention.is_math:  # what is found for a call holds while torch may use the same kernels
@@ -130,13 +137,15 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("way", ["ring", "gather"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("way", "order"), [("ring", "in_order"), ("ring", "head_tail"), ("gather", "in_order")])
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_attention_is_that_of_one_process(workers: WorkerPools, name: str, way: AttentionWay, size: int) -> None:
+def test_attention_is_that_of_one_process(
+    workers: WorkerPools, name: str, way: AttentionWay, order: RowOrder, size: int
+) -> None:
     attention = ATTENTIONS[name]
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[attention.dtype]
-    for found in workers(size).run(_found, way, attention):
+    for found in workers(size).run(_found, way, attention, order):
         assert found.difference < tolerance
         assert bool(found.sent[0]) == (way == "ring")
 
@@ -149,14 +158,71 @@ def test_heads_alone_are_that_of_one_process(workers: WorkerPools, size: int) ->
         assert found.shape == ()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_ring_sends_each_slice_to_all_but_its_rank_and_gradients_as_far(workers: WorkerPools, size: int) -> None:
-    """Of slices of keys and values: one each to every other rank, and backward these and their gradients."""
-    attention = Attention(kv_heads=2)
-    slices = sum(tensor.nbytes for tensor in attention.operands()[1:]) // size
-    for found in workers(size).run(_found, "ring", attention):
-        assert found.sent == ((size - 1) * slices, 2 * (size - 1) * slices)
+MOVED: Mapping[tuple[RowOrder, int], list[float]] = {
+    ("in_order", 2): [0, 0],
+    ("in_order", 4): [0, 0, 0, 0],
+    ("head_tail", 2): [0.5, 0.5],
+    ("head_tail", 3): [0.5, 1, 1],
+    ("head_tail", 4): [0.5, 1, 0.5, 1],
+}
+"""By order and rank which part of its slice a rank sends away before the ring, and gets back behind it."""
+
+
+@pytest.mark.parametrize(("order", "size"), MOVED)
+def test_a_ring_sends_each_slice_to_all_but_its_rank_and_gradients_as_far(
+    workers: WorkerPools, order: RowOrder, size: int
+) -> None:
+    """Of slices of keys and values: one each to every other rank, and backward these and their gradients.
+
+    Head-tail also what moves of queries, keys, values and the output, and as much backward.
+    """
+    attention = Attention(kv_heads=2, length=8 * size)
+    query, key, value = (tensor.nbytes // size for tensor in attention.operands())
+    ring = (size - 1) * (key + value)
+    for found, moved in zip(workers(size).run(_found, "ring", attention, order), MOVED[order, size], strict=True):
+        exchange = moved * (query + key + value + query)
+        assert found.sent == (ring + exchange, 2 * ring + exchange)
         assert found.shape == ()
+
+
+def _attended(order: RowOrder) -> list[int]:
+    """Keys that this rank's queries attend to, in the forward and in the backward."""
+    counts = [0, 0]
+
+    def counting(index: int, function: Callable[..., Any], first: int) -> Callable[..., Any]:
+        def counted(*operands: Tensor, is_causal: bool, **options: Any) -> Any:
+            queries, keys = (tensor.shape[2] for tensor in operands[first : first + 2])
+            counts[index] += queries * (queries + 1) // 2 if is_causal else queries * keys
+            return function(*operands, is_causal=is_causal, **options)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "attend", counting(0, ring.attend, 0))
+        patch.setattr(ring, "attend_backward", counting(1, ring.attend_backward, 1))
+        found = _found("ring", Attention(heads=1, kv_heads=1, length=4096), order)
+    assert found.difference < 1e-4
+    return counts
+
+
+@pytest.mark.parametrize("order", ["in_order", "head_tail"])
+def test_of_heads_and_tails_all_ranks_compute_as_much(workers: WorkerPools, order: RowOrder) -> None:
+    ranks = workers(4).run(_attended, order)
+    for by_rank in zip(*ranks, strict=True):
+        assert sum(by_rank) == 4096 * 4097 // 2
+        assert (max(by_rank) < 1.05 * min(by_rank)) == (order == "head_tail")
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "least"), [(2, 8, 2048), (4, 8, 1366), (4, 1, 768)])
+def test_rows_are_exchanged_where_the_last_rank_is_spared_more(size: int, kv_heads: int, least: int) -> None:
+    """From `least` rows a rank on; each number sent is worth 1024 multiplications."""
+
+    def taken(order: RowOrder, rows: int) -> bool:
+        query, key = (torch.empty(2, heads, rows * size, 64, device="meta") for heads in (8, kv_heads))
+        return head_tail(order, query, key, (rows,) * size) is not None
+
+    assert [taken("auto", rows) for rows in (least - 2, least)] == [False, True]
+    assert [taken("head_tail", 2), taken("in_order", 10_000)] == [True, False]
 
 
 def test_the_cheapest_way_is_a_ring_where_heads_do_not_divide_and_it_serves(workers: WorkerPools) -> None:
@@ -166,6 +232,9 @@ def test_the_cheapest_way_is_a_ring_where_heads_do_not_divide_and_it_serves(work
     assert ways(Attention()) == [(False, False)] * 2  # by heads
     assert ways(Attention(kv_heads=1)) == [(True, False)] * 2
     assert ways(Attention(kv_heads=1, is_math=True)) == [(False, True)] * 2  # as of a second derivative
+    few_heads = Attention(heads=8, kv_heads=2)
+    assert ways(few_heads) == [(True, False)] * 2
+    assert ways(replace(few_heads, length=1024)) == [(False, False)] * 2  # the second rank would compute for longer
 
 
 REFUSED = {
@@ -222,17 +291,23 @@ class _OneHead(nn.Module):
         return output
 
 
-def _trained(layout: Layout | None) -> tuple[int, dict[str, Tensor]]:
-    calls, pass_on = [0], ContextAxis.pass_on
+def _trained(layout: Layout | None) -> tuple[int, int, dict[str, Tensor]]:
+    """How often a rank passes tensors on, how often it exchanges rows, and the weights."""
+    passed, exchanged, pass_on, exchange = [0], [0], ContextAxis.pass_on, ContextAxis.exchange
 
     def counted(self: ContextAxis, tensor: Tensor, coming: Tensor) -> Any:
-        calls[0] += 1
+        passed[0] += 1
         return pass_on(self, tensor, coming)
+
+    def counted_rows(self: ContextAxis, *given: Any) -> Tensor:
+        exchanged[0] += 1
+        return exchange(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ContextAxis, "pass_on", counted)
+        patch.setattr(ContextAxis, "exchange", counted_rows)
         trainer, _ = fitted(layout, _Grouped, batches=2, epochs=1, limit_val_batches=0)
-    return calls[0], whole_state(trainer)
+    return passed[0], exchanged[0], whole_state(trainer)
 
 
 def _moves() -> tuple[str, ...]:
@@ -248,18 +323,25 @@ def test_the_plan_tells_of_a_ring(workers: WorkerPools) -> None:
         assert f"scaled_dot_product_attention, {place}; 4.0 KiB" in lines
 
 
+_HEAD_TAIL = {"context": {"attention": "ring", "order": "head_tail"}}
+
+
 @pytest.mark.parametrize(
-    ("settings", "times"),
+    ("settings", "times", "exchanges"),
     [
-        ({}, 1),
-        ({"context": {"attention": "gather"}}, 0),
-        ({"activations": {"recompute": "full"}}, 4 / 3),
-        ({"activations": {"recompute": "selective"}}, 1),  # the output is kept, and nothing is passed again for it
+        ({}, 1, 0),
+        ({"context": {"attention": "gather"}}, 0, 0),
+        ({"activations": {"recompute": "full"}}, 4 / 3, 0),
+        ({"activations": {"recompute": "selective"}}, 1, 0),  # what came is kept, and nothing is passed again for it
+        (_HEAD_TAIL, 1, 4),
+        ({**_HEAD_TAIL, "activations": {"recompute": "full"}}, 4 / 3, 6),
+        ({**_HEAD_TAIL, "activations": {"recompute": "selective"}}, 1, 4),
     ],
 )
-def test_a_model_trains_in_a_ring(workers: WorkerPools, settings: dict[str, Any], times: float) -> None:
-    _, state = _trained(None)
+def test_a_model_trains_in_a_ring(workers: WorkerPools, settings: dict[str, Any], times: float, exchanges: int) -> None:
+    *_, state = _trained(None)
     ranks = workers(4).run(_trained, Layout(cp=4, **settings))
-    assert_same_state([weights for _, weights in ranks], state)
+    assert_same_state([weights for *_, weights in ranks], state)
     blocks, batches, turns = 4, 2, 3 * 3  # of keys and values forward and backward, and of their gradients
-    assert [calls for calls, _ in ranks] == [blocks * batches * turns * times] * 4
+    assert [passed for passed, *_ in ranks] == [blocks * batches * turns * times] * 4
+    assert [exchanged for _, exchanged, _ in ranks] == [blocks * batches * exchanges] * 4

@@ -11,6 +11,9 @@ from lightning_3d.errors import ConfigError
 AttentionWay = Literal["auto", "ulysses", "ring", "gather"]
 """How queries of one slice of a sequence meet the keys and values of all slices."""
 
+RowOrder = Literal["auto", "in_order", "head_tail"]
+"""Which rows of a sequence a rank has inside of causal attention in a ring."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextConfig:
@@ -26,10 +29,20 @@ class ContextConfig:
     * ``"ring"``: keys and values pass round the ranks while each attends to those that it has (Liu et al. 2023). Under
       a causal mask or none, without dropout.
     * ``"gather"``: every rank gathers all keys and values, under any mask, without dropout.
-    * ``"auto"``: for each call the way that sends the fewest bytes in the forward: ``"ulysses"`` or ``"gather"``, and
-      the ring in place of the latter where it can serve.
+    * ``"auto"``: for each call the way that sends the fewest bytes in the forward, and what the last rank of a causal
+      call computes longer than others counts as bytes: ``"ulysses"`` or ``"gather"``, and the ring in place of the
+      latter where it can serve.
 
     A call that the named way can't serve is refused. Other calls go where it costs least, whatever this says."""
+
+    order: RowOrder = "auto"
+    """Which rows each rank has inside of a causal ring; outside of it slices always lie in order.
+
+    * ``"in_order"``: its slice, so that the last rank attends to most keys, and computes longest.
+    * ``"head_tail"``: as many rows of the first half of the sequence as of the second, so that all attend to as many
+      keys; an all-to-all brings queries, keys and values there, and another the output back.
+    * ``"auto"``: ``"head_tail"`` where the last rank would else compute longer than these take: where the
+      multiplications that it is spared are at least 1024 for each number sent."""
 
     dims: tuple[tuple[str | int, ...], ...] = ()
     """Where sequences lie, as pairs of an FQN pattern of blocks (``"encoder.*"``; ``*`` and ``?`` as in a shell) and

@@ -4,14 +4,15 @@
     gather     an all-gather of keys and values: a rank has all of both
     ring       keys and values go from rank to rank: a rank has two slices of both at a time
 
-Under a causal mask, `gather` and `ring` let later ranks compute more than earlier ones.
+Under a causal mask, `gather` lets later ranks compute more than earlier ones, and so does `ring` in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-from lightning_3d.config.context import AttentionWay
+from lightning_3d.config.context import AttentionWay, RowOrder
 from lightning_3d.context.ring import are_cut, attend_in_ring, unserved
 from lightning_3d.context.rules import attend_own_queries
 from lightning_3d.errors import PlanError
@@ -34,12 +35,13 @@ def attend_own_heads(call: TorchCall, axis: Axis) -> LocalCall | None:
     return attend(call, axis) if are_cut((attention.query, attention.key, attention.value), -3) else None
 
 
-BY_WAY: Mapping[AttentionWay, Rule] = {
-    "ulysses": attend_own_heads,
-    "ring": attend_in_ring,
-    "gather": attend_own_queries,
-}
-"""By way how a rank computes once the operands lie as it wants them."""
+def by_way(order: RowOrder) -> Mapping[AttentionWay, Rule]:
+    """By way how a rank computes once the operands lie as it wants them."""
+    return {
+        "ulysses": attend_own_heads,
+        "ring": partial(attend_in_ring, order=order),
+        "gather": attend_own_queries,
+    }
 
 
 def refused(call: TorchCall, way: AttentionWay, axis: Axis) -> PlanError:

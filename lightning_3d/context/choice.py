@@ -6,8 +6,8 @@
     stay            keys and values pass round while the call is made (`ring`)
     whole           every rank makes the whole call
 
-Of the ways on which a call is local the one that sends the fewest bytes is taken. A way is tried on stand-ins, which
-have shapes and no memory.
+Of the ways on which a call is local the one that sends the fewest bytes is taken; where ranks then compute for unequal
+times, what they might send meanwhile counts, too. A way is tried on stand-ins, which have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def cheapest(
         found = local(trial) if any(isinstance(tensor, ShardedTensor) for tensor in trial.tensors) else None
         if found is None or isinstance(found.result, Replicate):
             continue
-        cost += found.sends
+        cost += found.sends + found.idle
         results = found.result if isinstance(found.result, tuple) else (found.result,)
         if any(isinstance(at, Partial) for at in results):  # summed, and then whole on each rank
             cost += 3 * _result_bytes(call) * (axis.size - 1) / axis.size

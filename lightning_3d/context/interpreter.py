@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_3d.config.context import AttentionWay
-from lightning_3d.context.attention import BY_WAY, attends_on_slices, refused
+from lightning_3d.config.context import ContextConfig
+from lightning_3d.context.attention import attends_on_slices, by_way, refused
 from lightning_3d.context.axis import ContextAxis, comes_of_weights, with_gradient_times
 from lightning_3d.context.choice import Local, Sequences, Target, cheapest, moves_of
 from lightning_3d.context.rows import MOVES, Moved, as_move
@@ -70,7 +70,7 @@ class ContextInterpreter(Interpreter):
 
     Args:
         axis: The axis that sequences are cut over.
-        attention: The way of attention on slices.
+        config: The way of attention on slices, and the order of their rows in it.
         is_outer: Whether blocks may have interpreters of their own, to which slices are sealed.
     """
 
@@ -80,9 +80,11 @@ class ContextInterpreter(Interpreter):
 
     axis: ContextAxis
 
-    def __init__(self, axis: ContextAxis, attention: AttentionWay = "auto", *, is_outer: bool = False) -> None:
+    def __init__(self, axis: ContextAxis, config: ContextConfig, *, is_outer: bool = False) -> None:
         super().__init__(axis)
-        self._attention: AttentionWay = attention
+        self._attention, self._by_way = config.attention, by_way(config.order)
+        of_attention = self._by_way["ring"], self._by_way["gather"]
+        self._own_rules = {**OWN_RULES, "scaled_dot_product_attention": of_attention}
         self._is_outer = is_outer
         self.sequences = Sequences(lengths=frozenset(), batch=0)
         self._ways: dict[tuple[Any, ...], Sequence[Target] | None] = {}  # by what is known of a call
@@ -221,7 +223,7 @@ class ContextInterpreter(Interpreter):
         """How a call may be made: attention on slices in the way that the settings name."""
         if self._attention == "auto" or not attends_on_slices(call):
             return self._local
-        rule = BY_WAY[self._attention]
+        rule = self._by_way[self._attention]
         return lambda moved: rule(moved, self.axis)
 
     def _find_way(self, call: TorchCall, form: Local, fixed: Tensor | None) -> Sequence[Target] | None:
@@ -251,7 +253,7 @@ class ContextInterpreter(Interpreter):
 
     def _local(self, call: TorchCall) -> LocalCall | None:
         """How every rank makes a call on what it has; None if it can't."""
-        for rule in (*OWN_RULES.get(call.name, ()), *RULES.get(call.name, ())):
+        for rule in (*self._own_rules.get(call.name, ()), *RULES.get(call.name, ())):
             if (local := rule(call, self.axis)) is not None:
                 return None if all(at == REPLICATE for at in local.input_placements) else local
         is_refused = call.name in ON_WHOLE or call.name in MEMORY

@@ -13,7 +13,13 @@ backward of a turn, given o and L, is its share of the gradients. Those of keys 
 rank, are added to in each turn, in the dtype of keys as a reduce-scatter adds, and end where they belong. A rank holds
 two slices of keys and values at a time, never all.
 
-Under a causal mask a rank has nothing to compute in a turn with later keys, so that the last rank computes most.
+Under a causal mask in order a rank has nothing to compute in a turn with later keys, so that the last rank computes
+most. Of a head and a tail (`head_tail`) it computes as much in every turn:
+
+    keys of                queries      keys
+    the rank itself        all          all, under the mask
+    a rank before it       all          the head
+    a rank behind it       the tail     all
 
 torch's own ring (``torch.distributed.tensor.experimental``) is for slices of one length, on CUDA, of DTensors.
 """
@@ -32,7 +38,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_3d.activations.collective_mode import collective
+from lightning_3d.config.context import RowOrder
 from lightning_3d.context.axis import ContextAxis
+from lightning_3d.context.head_tail import exchanged, head_tail, idle_bytes
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.collectives import bytes_sent
 from lightning_3d.sharding.placement import REPLICATE, Shard
@@ -44,7 +52,7 @@ from lightning_3d.torch_internals.attention_kernels import attend, attend_backwa
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 
 
-def attend_in_ring(call: TorchCall, axis: Axis) -> LocalCall | None:
+def attend_in_ring(call: TorchCall, axis: Axis, order: RowOrder) -> LocalCall | None:
     """Attention of this rank's queries to its keys and values, and to those that come by."""
     attention = Attention(*call.args, **call.kwargs)
     query, key, _ = operands = attention.query, attention.key, attention.value
@@ -56,21 +64,33 @@ def attend_in_ring(call: TorchCall, axis: Axis) -> LocalCall | None:
     assert isinstance(at, Shard)
     assert isinstance(of_key, Shard)
     bounds = of_key.bounds(key.shape[-2], axis.size)
-    lengths = tuple(stop - start for start, stop in pairwise(bounds))
-    ring = _Ring(axis=axis, lengths=lengths, is_causal=attention.is_causal, scale=attention.scale)
+    slices = tuple(stop - start for start, stop in pairwise(bounds))
+    sends, idle = 2 * bytes_sent(key.shape, key.element_size(), of_key, REPLICATE, axis.size), 0
+    pieces = head_tail(order, query, key, slices) if attention.is_causal else None
+    if pieces is not None:
+        sends += pieces.bytes_sent(query, key)
+    elif attention.is_causal:
+        idle = idle_bytes(query, axis.size)
+    ring = _Ring(
+        axis=axis,
+        lengths=slices if pieces is None else pieces.held,
+        heads=None if pieces is None else pieces.heads,
+        is_causal=attention.is_causal,
+        scale=attention.scale,
+    )
 
     def run(*own: Tensor) -> Tensor:
         batch = own[0].shape[:-3]
-        flat = [tensor.to(_dtype(tensor)).reshape(math.prod(batch), *tensor.shape[-3:]) for tensor in own]
+        flat = tuple([tensor.to(_dtype(tensor)).reshape(math.prod(batch), *tensor.shape[-3:]) for tensor in own])
+        if pieces is not None:
+            flat = exchanged(flat, axis, pieces, is_back=False)
         output: Tensor = _RingAttention.apply(*flat, ring)  # type: ignore[no-untyped-call]  # torch 2.13
+        if pieces is not None:
+            (output,) = exchanged((output,), axis, pieces, is_back=True)
         return output.view(*batch, *output.shape[1:])
 
     return LocalCall(
-        tensors=operands,
-        input_placements=(at, of_key, of_key),
-        run=run,
-        result=at,
-        sends=2 * bytes_sent(key.shape, key.element_size(), of_key, REPLICATE, axis.size),
+        tensors=operands, input_placements=(at, of_key, of_key), run=run, result=at, sends=sends, idle=idle
     )
 
 
@@ -115,7 +135,10 @@ class _Ring:
     axis: ContextAxis
 
     lengths: tuple[int, ...]
-    """By rank the keys of its slice."""
+    """By rank the keys that it has."""
+
+    heads: tuple[int, ...] | None
+    """By rank those of its head, under a causal mask; None in order."""
 
     is_causal: bool
     scale: float | None
@@ -142,10 +165,14 @@ class _Ring:
         """The rank that sends to a rank."""
         return (rank - 1) % self.axis.size
 
-    def reads(self, query: Tensor, pair: Tensor, source: int) -> bool:
-        """Whether queries of this rank attend to the keys of another."""
-        is_later = self.is_causal and source > self.axis.rank
-        return not is_later and query.numel() > 0 and pair.numel() > 0
+    def read(self, source: int) -> tuple[slice, slice]:
+        """Which queries of this rank attend to which keys of another."""
+        every, rank = slice(None), self.axis.rank
+        if not self.is_causal or source == rank:
+            return every, every
+        if self.heads is None:
+            return every, every if source < rank else slice(0)
+        return (every, slice(self.heads[source])) if source < rank else (slice(self.heads[rank], None), every)
 
     def options(self, source: int) -> dict[str, Any]:
         """Arguments of a kernel: only among the rank's own keys are there later ones."""
@@ -172,11 +199,15 @@ class _RingAttention(torch.autograd.Function):
         of_query, of_own, waits = torch.zeros_like(query, dtype=lse.dtype), None, None
         for source, pair in ring.turns(torch.stack((key, value))):
             of_pair = torch.zeros_like(pair)
-            if ring.reads(query, pair, source):
-                keys, values = pair
-                of_part, *of_both = attend_backward(gradient, query, keys, values, output, lse, **ring.options(source))
-                of_query += of_part
-                of_pair = torch.stack(of_both)
+            rows, keys = ring.read(source)
+            of_output, part, given, its_lse = (tensor[:, :, rows] for tensor in (gradient, query, output, lse))
+            key, value = pair[..., keys, :]
+            if part.numel() and key.numel():
+                of_part, *of_both = attend_backward(
+                    *(of_output, part, key, value, given, its_lse.contiguous()), **ring.options(source)
+                )
+                of_query[:, :, rows] += of_part
+                of_pair[..., keys, :] = torch.stack(of_both)
             if of_own is None:  # stays here, and the gradients of others come to it at the end
                 of_own = of_pair
                 continue
@@ -195,10 +226,13 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> tuple[T
         output = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
         lse = output.new_full(query.shape[:3], -torch.inf)
         for source, pair in ring.turns(torch.stack((key, value))):
-            if ring.reads(query, pair, source):
-                part, of_part = attend(query, *pair, **ring.options(source))
-                output.lerp_(part.to(output.dtype), torch.sigmoid(of_part - lse).unsqueeze(-1))
-                torch.logaddexp(lse, of_part, out=lse)
+            rows, keys = ring.read(source)
+            part, its_pair = query[:, :, rows], pair[..., keys, :]
+            if part.numel() and its_pair.numel():
+                made, of_made = attend(part, *its_pair, **ring.options(source))
+                merged, its_lse = output[:, :, rows], lse[:, :, rows]
+                merged.lerp_(made.to(output.dtype), torch.sigmoid(of_made - its_lse).unsqueeze(-1))
+                torch.logaddexp(its_lse, of_made, out=its_lse)
         return output.to(query.dtype), lse
 
 

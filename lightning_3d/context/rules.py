@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.context.ring import attend_in_ring
+from lightning_3d.context.head_tail import idle_bytes
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD, Placement, Shard
 from lightning_3d.sharding.rules.attention import Attention
@@ -84,7 +84,8 @@ def attend_own_queries(call: TorchCall, axis: Axis) -> LocalCall | None:
             query, key, value, attn_mask=mask, scale=attention.scale, enable_gqa=attention.enable_gqa
         )
 
-    return LocalCall(tensors=tensors, input_placements=placements, run=run, result=at)
+    idle = idle_bytes(query, axis.size) if attention.is_causal else 0
+    return LocalCall(tensors=tensors, input_placements=placements, run=run, result=at, idle=idle)
 
 
 def _causal(first: int, last: int, device: torch.device) -> Tensor:
@@ -110,5 +111,4 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "__getitem__": (take_one_row,),
     "__setitem__": (set_where,),
     "select": (take_one_row,),
-    "scaled_dot_product_attention": (attend_in_ring, attend_own_queries),
 }

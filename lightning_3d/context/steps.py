@@ -55,7 +55,7 @@ class ContextSteps:
         cuts_features: bool = False,
     ) -> None:
         self._module, self._axis, self._dims = module, axis, SequenceDims(config, blocks)
-        self._interpreter = ContextInterpreter(axis, config.attention, is_outer=cuts_features)
+        self._interpreter = ContextInterpreter(axis, config, is_outer=cuts_features)
         self.config = config
         self._is_running = False
         self.has_sequence = False

@@ -212,6 +212,7 @@ PINNED = (
     Case("gpt-oss", "cp4"),
     Case("llama", "cp4", "ring", "hooks"),
     Case("vit", "cp2", "ring", "metrics"),  # without a mask, and of a length that ranks do not divide
+    Case("odd-gpt", "cp4", "head-tail", "by-hand"),
     Case("llama-one-kv-head", "dp2-cp2-zero3"),  # in a ring by itself
     Case("llama-one-kv-head", "cp2", "selective"),
     Case("gpt", "cp2", "gathered", "by-hand"),

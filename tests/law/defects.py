@@ -356,6 +356,16 @@ def _overweigh_what_comes_by(patch: Patch) -> None:
     patch.setattr(ring, "attend", planted)
 
 
+def _attend_by_heads(patch: Patch) -> None:
+    read = ring._Ring.read
+
+    def planted(self: Any, source: int) -> tuple[slice, slice]:
+        queries, keys = read(self, source)
+        return (queries if queries.start is None else slice(queries.start)), keys
+
+    patch.setattr(ring._Ring, "read", planted)
+
+
 def _shift_once_more(patch: Patch) -> None:
     as_move = interpreter.as_move
 
@@ -430,6 +440,9 @@ DEFECTS = {
     "mean over twice too few rows": Defect(plant=_count_own_rows, shows="gradient of", layouts=("cp2",), model="llama"),
     "slices weighed otherwise in a ring": Defect(
         plant=_overweigh_what_comes_by, shows="gradient of", layouts=("cp2",), setting="ring"
+    ),
+    "heads in place of tails in a ring": Defect(
+        plant=_attend_by_heads, shows="gradient of", layouts=("cp2",), model="llama", setting="head-tail"
     ),
     "shift off by one": Defect(plant=_shift_once_more, shows="gradient of", layouts=("cp2",), model="shifted-loss"),
     "mask of another slice": Defect(

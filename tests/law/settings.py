@@ -296,6 +296,9 @@ SETTINGS = {
         fits=lambda layout: layout.zero < 3,
     ),
     "ring": Setting(layout={"context": {"attention": "ring"}}, fits=_on_slices, models=_UNMASKED),
+    "head-tail": Setting(
+        layout={"context": {"attention": "ring", "order": "head_tail"}}, fits=_on_slices, models=_UNMASKED
+    ),
     "gathered": Setting(layout={"context": {"attention": "gather"}}, fits=_on_slices),
     "hybrid-resumed": Setting(
         optimizer=warmed_up,

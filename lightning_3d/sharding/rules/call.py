@@ -104,6 +104,9 @@ class LocalCall:
     sends: int = 0
     """Bytes that a rank sends while it computes, beside those for operands and sums."""
 
+    idle: int = 0
+    """Bytes that might be sent while the rank that computes longest still does."""
+
     epilogue: Callable[[Tensor], Any] | None = None
     """A further call on the result, such as adding a bias to the sum."""
 
