@@ -2,8 +2,8 @@
 
     python -m benchmarks.context_layouts [LENGTH]
 
-Two sequences of 2048 tokens a step unless another length is given, the model of `benchmarks.context_step`. Peaks and CPU
-time as there, of the rank that takes most, as parts of those of one process; an even share is 1 / ranks.
+Two sequences of 2048 tokens a step unless another length is given, the model of `benchmarks.context_step`. Peaks and
+CPU time as there, of the rank that takes most, as parts of those of one process; an even share is 1 / ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.context_step import CONFIG, STEPS, Measured
+from benchmarks.context_step import STEPS, VOCABULARY, Measured, config_of
 from benchmarks.launch import run_ranks
 from benchmarks.llama_step import Llama
 from benchmarks.models import random_tokens
@@ -48,8 +48,8 @@ def _run(length: int, sizes: dict[str, int]) -> tuple[float, int]:
     strategy = ThreeDStrategy(**settings) if num_ranks > 1 else "auto"
     trainer = quiet_trainer(strategy, num_ranks, STEPS, measured)
     own = SEQUENCES // sizes.get("data_parallel_size", 1)
-    model = Llama({**CONFIG, "max_position_embeddings": length})
-    trainer.fit(model, random_tokens(STEPS * SEQUENCES // own, own, length, CONFIG["vocab_size"]))
+    model = Llama(config_of(length))
+    trainer.fit(model, random_tokens(STEPS * SEQUENCES // own, own, length, VOCABULARY))
     everyone: list[Any] = [None] * num_ranks
     dist.all_gather_object(everyone, (min(measured.seconds[2:-1]), measured.peak))
     seconds, peaks = zip(*everyone, strict=True)
@@ -67,7 +67,7 @@ def main(length: int = 2048) -> None:
         table.add_row(
             name, str(num_ranks), f"{peak / peak_alone:.3f}", f"{seconds / alone:.3f}", f"{1 / num_ranks:.3f}"
         )
-    Console().print(table)
+        Console().print(table)
 
 
 if __name__ == "__main__":

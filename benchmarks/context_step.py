@@ -152,6 +152,19 @@ def run(config: dict[str, Any], context: dict[str, str], by_hand: str | None = N
     return everyone
 
 
+def config_of(length: int, num_layers: int = 4, width: int = 256, num_heads: int = 8) -> dict[str, Any]:
+    """The configuration of the model; the arguments are those of `main`."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "intermediate_size": width * 43 // 16,
+        "max_position_embeddings": length,
+    }
+
+
 def main(
     num_ranks: int = 2,
     length: int = 4096,
@@ -172,15 +185,7 @@ def main(
         width: Of the residual stream.
         num_heads: Of queries, and as many of keys.
     """
-    config: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": width,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "intermediate_size": width * 43 // 16,
-        "max_position_embeddings": length,
-    }
+    config = config_of(length, num_layers, width, num_heads)
     context = {"attention": attention, "order": order}
     by_hand = "by_heads" if attention in ("auto", "ulysses") else "to_gathered"
     ((alone, peak),) = run_ranks(run, 1, config, context)
