@@ -67,7 +67,7 @@ def main(length: int = 2048) -> None:
         table.add_row(
             name, str(num_ranks), f"{peak / peak_alone:.3f}", f"{seconds / alone:.3f}", f"{1 / num_ranks:.3f}"
         )
-        Console().print(table)
+    Console().print(table)
 
 
 if __name__ == "__main__":
