@@ -18,8 +18,7 @@ def placement_between_stages(trace: Trace, i: int, dims: SequenceDims, size: int
     sequence of the first block that gets it. None: it goes as a whole, as where a rank would have none of it.
     """
     meta = trace.tensors[i]
-    reader = next((call.name for call in trace.block_calls if i in call.inputs), "")
-    dim = dims.of(reader, len(meta.shape)) if meta.dtype.is_floating_point else None
+    dim = dims.of(trace.readers.get(i, ""), len(meta.shape)) if meta.dtype.is_floating_point else None
     at = None if dim is None else chunked(dim, meta.shape[dim], size)
     return at if at is not None and min(_lengths(at, meta, size)) else None
 

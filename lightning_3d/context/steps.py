@@ -118,7 +118,7 @@ class ContextSteps:
             tensor = opened(tensor)
             if not isinstance(tensor, ShardedTensor):
                 return redistribute(tensor, self._axis, REPLICATE, at)
-            return redistribute(tensor.own(), self._axis, tensor.placement, at)
+            return self._interpreter.moved(tensor, at)
 
     def received(self, trace: Trace, i: int, tensor: Tensor) -> Tensor:
         """What was sent so, in a step that runs."""

@@ -146,7 +146,7 @@ class StageRun(StepMode):
 
     def _sendable(self, i: int) -> Tensor:
         """A tensor that stays as it is while it is sent."""
-        tensor: Tensor = made(self._sent_as(i, self._made[i]))
+        tensor = self._sent_as(i, made(self._made[i]))
         is_changing = storage_of(tensor) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 

@@ -22,7 +22,7 @@ from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Computation, schedule_order
 from lightning_3d.planning.shares import num_shards, num_sharing_of
-from lightning_3d.planning.slices import first_with_sequence, on_slices, sequence_of
+from lightning_3d.planning.slices import between_stages, first_with_sequence, on_slices, sequence_of
 from lightning_3d.planning.stage_flow import StageFlow, cut_at_calls, stage_of_call
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.chunked_loss import chunk_length
@@ -296,7 +296,10 @@ class StepMemory:
             if position == last.get(name):
                 gradients += self._gradients[name]
                 first = max(first, alive + gradients)
-        given, returned = gives * _size(flow.metas(sent)), gets * _size_of_gradients(flow.metas(received))
+        of_received, of_sent = (
+            between_stages(self._trace, ids, self._sequence_dims, self._shape.cp) for ids in (received, sent)
+        )
+        given, returned = gives * _size(of_sent), gets * _size_of_gradients(of_received)
         blocks = [self._trace.block_calls[number].name for number in calls]
         schedule = self._config.pipeline.schedule
         return StageMemory(
@@ -306,7 +309,7 @@ class StepMemory:
             first_backward=first,
             gradients=gradients,
             split=sum(self.costs[fqn].costly + self.costs[fqn].returned for fqn in blocks),
-            received=_size(flow.metas(received)) + _size_of_gradients(flow.metas(sent)),
+            received=_size(of_received) + _size_of_gradients(of_sent),
             # Torch's schedules of several stages on a rank, and GPipe in the backward, wait for all at the end.
             sent=(0 if schedule in ("1f1b", "gpipe") else given) + (0 if schedule == "1f1b" else returned),
             casts=sum(self.costs[fqn].casts for fqn in dict.fromkeys(blocks)),

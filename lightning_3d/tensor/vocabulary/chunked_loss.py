@@ -164,7 +164,7 @@ class _Gradients:
             if gradient is not None:
                 self._add(made, part, gradient, own, head.weight)
         if self.call.reduction == "none":
-            return torch.cat(losses), made
+            return torch.cat(losses) if losses else rows.new_empty(0, dtype=self.wide), made
         total = torch.stack([loss.sum() for loss in losses]).sum()
         return total if self.normaliser is None else total / self.normaliser, made
 
