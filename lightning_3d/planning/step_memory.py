@@ -141,9 +141,10 @@ class StepMemory:
                 cost = cost.of_slice(shape.cp, 0 if given is None else given.num_bytes)
             self.costs[call.name] = cost or _estimated(self._storages.of_calls[position], self._storages)
             self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), config, shape)
-            if config.activations.fused_loss == "auto" and shape.cp == 1 and type(block) is nn.Linear:
+            is_fused = config.activations.fused_loss == "auto" and (shape.cp == 1 or tensor is None)
+            if is_fused and type(block) is nn.Linear:
                 num_classes = block.out_features // (1 if tensor is None else tensor.size)
-                if (fused := _fused_loss(position, num_classes, trace, trace.storages)) is not None:
+                if (fused := _fused_loss(position, num_classes, trace, self._storages, shape.cp)) is not None:
                     self._fused[position] = fused
 
     def stages_on(self, plan: Plan, rank: int) -> dict[int, Calls]:
@@ -378,18 +379,21 @@ def _crossing(flow: StageFlow, boundaries: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted({number for ids in crossings for number in ids}))
 
 
-def _fused_loss(head: int, num_classes: int, trace: Trace, storages: StepStorages) -> _FusedLoss | None:
+def _fused_loss(
+    head: int, num_classes: int, trace: Trace, storages: StepStorages, num_slices: int
+) -> _FusedLoss | None:
     """A head whose logits go to a cross entropy and nowhere else, as it runs with it in chunks of rows.
 
     Args:
         head: Position of its call.
         num_classes: On a rank.
+        num_slices: Of each sequence, of which a rank has one.
     """
     if (way := _way_to_loss(head, trace, storages)) is None:
         return None
     loss, made = way
     meta = trace.tensors[trace.calls[head].outputs[0]]
-    num_rows = meta.num_bytes // meta.dtype.itemsize // num_classes
+    num_rows = meta.num_bytes // meta.dtype.itemsize // num_classes // num_slices
     inputs = storages.of_calls[head].inputs
     rows = storages.num_bytes(inputs)
     weight = num_classes * (rows // max(num_rows, 1) // meta.dtype.itemsize) * _WIDE

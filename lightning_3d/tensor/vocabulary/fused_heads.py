@@ -27,6 +27,7 @@ from lightning_3d.tensor.vocabulary.lazy_tensor import LazyTensor, made
 from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.modules import has_backward_hooks
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.torch_internals.tensors import are_transforms_active
@@ -220,7 +221,8 @@ def _has_rows_everywhere(rows: Tensor) -> bool:
 
 
 def _slice_of(rows: Tensor) -> Tensor:
-    return rows.own() if isinstance(rows, ShardedTensor) else rows
+    with DisableTorchFunction():  # the interpreter of slices runs
+        return rows.own() if isinstance(rows, ShardedTensor) else rows
 
 
 def _read_by(rows: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
@@ -232,7 +234,8 @@ def _read_by(rows: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
 
 def _as_given(rows: Tensor, logits: Tensor) -> Tensor:
     """Logits that lie as the rows do."""
-    return ShardedTensor(logits, rows.axis, rows.placement) if isinstance(rows, ShardedTensor) else logits
+    with DisableTorchFunction():
+        return ShardedTensor(logits, rows.axis, rows.placement) if isinstance(rows, ShardedTensor) else logits
 
 
 def _on_plain_logits(
