@@ -325,7 +325,7 @@ class ContextInterpreter(Interpreter):
     @override
     def read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
         if isinstance(tensor, ShardedTensor):
-            return self._gathered.get(tensor.local, functools.partial(self._gather, tensor))
+            return self._gathered.get(made(tensor.local), functools.partial(self._gather, tensor))
         if id(tensor) in self._parts_read:
             return tensor
         if whole_of(tensor) is not None:  # of which ZeRO stage 3 has left each rank a share

@@ -118,7 +118,7 @@ class FusedHead:
         if given is None:
             return forward(*args, **kwargs)
         rows, weight, bias = self._own(_slice_of(given))
-        return _as_given(given, self._lazily(rows, *_read_by(given, weight, bias)))
+        return _as_given(given, self._lazily(rows, _read_by(given, weight), _read_by(given, bias)))
 
     def _deferred(
         self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,7 +130,7 @@ class FusedHead:
         def through(rows: Tensor, compute: Compute) -> Tensor:
             def run(forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
                 own, weight, bias = self._own(args[0])
-                return compute(own, *_read_by(given, weight, bias))
+                return compute(own, _read_by(given, weight), _read_by(given, bias))
 
             with hooks_noted(self._head, frozenset()):  # the step calls them
                 made: Tensor = runner.call_late(call, run, rows)
@@ -225,11 +225,11 @@ def _slice_of(rows: Tensor) -> Tensor:
         return rows.own() if isinstance(rows, ShardedTensor) else rows
 
 
-def _read_by(rows: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
-    """Weights as rows read them: with slices of rows, ranks count as replicas of the weights."""
-    if not isinstance(rows, ShardedTensor):
-        return list(weights)
-    return [None if weight is None else with_gradient_times(weight, rows.axis.size) for weight in weights]
+def _read_by(rows: Tensor, weight: Tensor | None) -> Tensor | None:
+    """A weight as rows read it: with slices of rows, ranks count as its replicas."""
+    if weight is None or not isinstance(rows, ShardedTensor):
+        return weight
+    return with_gradient_times(weight, rows.axis.size)
 
 
 def _as_given(rows: Tensor, logits: Tensor) -> Tensor:
