@@ -48,7 +48,7 @@ def _peak(layout: Layout) -> tuple[int, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(cp=2), Layout(cp=2, zero=3), Layout(pp=2, cp=2, num_microbatches=1)], ids=str
+    "layout", [Layout(cp=2), Layout(cp=2, zero=3), Layout(pp=2, cp=2, num_microbatches=2)], ids=str
 )
 def test_no_logits_are_made(workers: WorkerPools, layout: Layout) -> None:
     """Neither all of them nor those of own rows; the weight and its gradients are 1 / 16 of all logits each."""

@@ -126,7 +126,8 @@ class ContextSteps:
         if at is None:
             return tensor
         self._note_sequence(trace.tensors[i].shape, at.dim)
-        return ShardedTensor(tensor, self._axis, at)
+        with DisableTorchFunction():
+            return ShardedTensor(tensor, self._axis, at)
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
