@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -62,14 +63,14 @@ class Rows(_Lies):
 
 def _trained(model: type[_Lies], layout: Layout) -> tuple[set[Any], dict[str, Tensor]]:
     """Which dims were cut of how many, and the weights."""
-    cut, original = set(), ContextSteps._cut
+    cut, original = set(), ContextSteps._note_sequence
 
-    def noting(self: ContextSteps, tensor: Tensor, at: int) -> Any:
-        cut.add((at, tensor.dim()))
-        return original(self, tensor, at)
+    def noting(self: ContextSteps, shape: torch.Size, dim: int) -> None:
+        cut.add((dim, len(shape)))
+        original(self, shape, dim)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ContextSteps, "_cut", noting)
+        patch.setattr(ContextSteps, "_note_sequence", noting)
         trainer, _ = fitted(layout, model, data=sequences, batches=2, epochs=1)
     return cut, whole_state(trainer)
 

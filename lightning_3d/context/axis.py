@@ -78,23 +78,6 @@ class _ExchangedRows(torch.autograd.Function):
         return own.movedim(0, ctx.dim), None, None, None, None
 
 
-def with_gradient_times(tensor: Tensor, factor: float) -> Tensor:
-    """The same tensor, whose gradient is multiplied on its way back."""
-    return cast(Tensor, _WithGradientTimes.apply(tensor, factor))  # type: ignore[no-untyped-call]
-
-
-class _WithGradientTimes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        # `data`, as user code may change a result in place, which autograd refuses for a view made here.
-        return tensor.view_as(tensor) if isinstance(tensor, nn.Parameter) else tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 def comes_of_weights(tensor: Tensor) -> bool:
     """Whether a tensor was made of nothing but parameters, alike on all ranks, as a transposed weight is."""
     waiting, count = [tensor.grad_fn], 0

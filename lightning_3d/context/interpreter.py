@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_3d.config.context import ContextConfig
 from lightning_3d.context.attention import attends_on_slices, by_way, refused
-from lightning_3d.context.axis import ContextAxis, comes_of_weights, with_gradient_times
+from lightning_3d.context.axis import ContextAxis, comes_of_weights
 from lightning_3d.context.choice import Local, Sequences, Target, cheapest, moves_of
 from lightning_3d.context.rows import MOVES, Moved, as_move
 from lightning_3d.context.rules import RULES as OWN_RULES
@@ -27,10 +27,12 @@ from lightning_3d.context.rules import take_one_row
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.sharding.collectives import redistribute
+from lightning_3d.sharding.gradient_factor import with_gradient_times
 from lightning_3d.sharding.interpret import ByTensor, Interpreter
 from lightning_3d.sharding.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
+    Placement,
     Replicate,
     Sharded,
 )
@@ -40,6 +42,7 @@ from lightning_3d.sharding.rules.generic import generic
 from lightning_3d.sharding.rules.table import RULES
 from lightning_3d.sharding.sealed_tensor import SealedTensor, opened, sealed
 from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
+from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.attention_kernels import allowed_kernels
 from lightning_3d.torch_internals.autograd import calls_backward_hooks
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction, no_dispatch_modes
@@ -324,7 +327,7 @@ class ContextInterpreter(Interpreter):
     @override
     def read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
         if isinstance(tensor, ShardedTensor):
-            return self._gathered.get(tensor.local, functools.partial(self._gather, tensor))
+            return self._gathered.get(made(tensor.local), functools.partial(self._gather, tensor))
         if id(tensor) in self._parts_read:
             return tensor
         if whole_of(tensor) is not None:  # of which ZeRO stage 3 has left each rank a share
@@ -334,9 +337,17 @@ class ContextInterpreter(Interpreter):
             return self._entered.get(tensor, lambda: with_gradient_times(tensor, self.axis.size))
         return super().read_by_each(tensor, contexts)
 
+    @override
+    def moved(self, tensor: ShardedTensor, target: Placement) -> Tensor:
+        return redistribute(made(tensor.own()), self.axis, tensor.placement, target)
+
+    @override
+    def sum(self, summand: Tensor, local: LocalCall) -> Tensor:
+        return super().sum(made(summand), local)
+
     def _gather(self, tensor: ShardedTensor) -> Tensor:
         """All of it, of which the ranks read parts: its gradient is the sum of theirs."""
-        full = redistribute(tensor.own(), self.axis, tensor.placement, REPLICATE_PARTIAL_GRAD)
+        full = self.moved(tensor, REPLICATE_PARTIAL_GRAD)
         self._parts_read[id(full)] = full
         return full
 

@@ -20,6 +20,7 @@ from lightning_3d.sharding.placement import Sharded, chunked
 from lightning_3d.sharding.rules.call import TorchCall
 from lightning_3d.sharding.rules.function import tensors_in
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
+from lightning_3d.tensor.vocabulary.lazy_tensor import made
 
 MOVES = frozenset(
     {"__getitem__", "narrow", "roll", "flip", "cat", "concat", "pad", "split", "chunk", "index_select", "tensor_split"}
@@ -100,7 +101,7 @@ def _received(
     sends = [place[rows[owner[rows] == axis.rank]].to(tensor.device) for rows in asked]
     from_rank = owner[asked[axis.rank]]
     counts = [int((from_rank == rank).sum()) for rank in range(axis.size)]
-    return exchanged_rows(tensor.own(), axis, dim, sends, counts), from_rank.argsort(stable=True)
+    return exchanged_rows(made(tensor.own()), axis, dim, sends, counts), from_rank.argsort(stable=True)
 
 
 def as_move(call: TorchCall) -> Moved | None:

@@ -10,7 +10,7 @@ the code around them, and what the step gives is whole again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_3d.config.context import ContextConfig
 from lightning_3d.context.axis import ContextAxis
+from lightning_3d.context.boundary import placement_between_stages, slice_between_stages
 from lightning_3d.context.choice import Sequences
 from lightning_3d.context.dims import SequenceDims
 from lightning_3d.context.interpreter import ContextInterpreter
@@ -32,6 +33,8 @@ from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.trace.ghost import TensorMeta
+from lightning_3d.trace.trace import Trace
 
 
 class ContextSteps:
@@ -102,6 +105,30 @@ class ContextSteps:
         with DisableTorchFunction():
             return self._whole(tensor)  # type: ignore[no-any-return]
 
+    def crossing(self, trace: Trace, i: int) -> TensorMeta:
+        """What this rank sends to the next stage of a tensor, and receives; i: its id in the trace."""
+        return slice_between_stages(trace, i, self._dims, self._axis.size, self._axis.rank)
+
+    def sent(self, trace: Trace, i: int, tensor: Tensor) -> Tensor:
+        """A tensor of a step as this rank sends it to the next stage; i: its id in the trace."""
+        at = placement_between_stages(trace, i, self._dims, self._axis.size)
+        if at is None:
+            return self.whole(tensor)
+        with DisableTorchFunction():
+            tensor = opened(tensor)
+            if not isinstance(tensor, ShardedTensor):
+                return redistribute(tensor, self._axis, REPLICATE, at)
+            return self._interpreter.moved(tensor, at)
+
+    def received(self, trace: Trace, i: int, tensor: Tensor) -> Tensor:
+        """What was sent so, in a step that runs."""
+        at = placement_between_stages(trace, i, self._dims, self._axis.size)
+        if at is None:
+            return tensor
+        self._note_sequence(trace.tensors[i].shape, at.dim)
+        with DisableTorchFunction():
+            return ShardedTensor(tensor, self._axis, at)
+
     @contextmanager
     def _modes(self) -> Iterator[None]:
         self._is_running = True
@@ -161,6 +188,7 @@ class ContextSteps:
         self._interpreter.forget()
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if any(isinstance(value, ShardedTensor) for value in values):
+            self.has_sequence = True
             return args, kwargs
         sequences = ((value, self._dims.of(fqn, value.dim())) for value in values if value.is_floating_point())
         first, dim = next(((value, dim) for value, dim in sequences if dim is not None), (None, 0))
@@ -176,14 +204,15 @@ class ContextSteps:
         return given, {name: cut if value is first else value for name, value in kwargs.items()}
 
     def _cut(self, tensor: Tensor, dim: int) -> ShardedTensor:
-        length, lengths = tensor.shape[dim], self._interpreter.sequences.lengths
-        samples = 0 if dim else min(1, tensor.dim() - 1)  # of the first two dims the other one
-        self._interpreter.sequences = Sequences(
-            lengths=lengths | {length}, batch=tensor.shape[samples], batch_dim=samples
-        )
-        at = chunked(dim, length, self._axis.size)
+        self._note_sequence(tensor.shape, dim)
+        at = chunked(dim, tensor.shape[dim], self._axis.size)
         own = redistribute(tensor, self._axis, REPLICATE, at)
         return ShardedTensor(own if tensor.requires_grad else own.clone(), self._axis, at)
+
+    def _note_sequence(self, shape: Sequence[int], dim: int) -> None:
+        lengths = self._interpreter.sequences.lengths
+        samples = 0 if dim else min(1, len(shape) - 1)  # of the first two dims the other one
+        self._interpreter.sequences = Sequences(lengths=lengths | {shape[dim]}, batch=shape[samples], batch_dim=samples)
 
     def _sealed(self, leaf: Any) -> Any:
         return sealed(leaf) if isinstance(leaf, ShardedTensor) and leaf.axis is self._axis else leaf

@@ -314,7 +314,9 @@ class BlockRunner:
         return lambda *args, **kwargs: recomputed(call, args, kwargs)
 
     def _compute(self, *args: object, **kwargs: object) -> object:
-        return self._run(*args, **kwargs) if self.sliced is None else self.sliced(self._run, args, kwargs)
+        if self.sliced is None or self._is_late:  # a call that was deferred has slices
+            return self._run(*args, **kwargs)
+        return self.sliced(self._run, args, kwargs)
 
     def _run(self, *args: object, **kwargs: object) -> object:
         forward_wrapper = self._take_forward_wrapper()

@@ -345,6 +345,7 @@ class PipelineEngine:
             module=self._rank_module,
             device=self._device,
             group=self._group,
+            crossing=self._stages.crossing,
             backward=step.backward,
             forwards_first=forwards_first,
             full_backward_stages=self._unsplit,

@@ -27,6 +27,7 @@ from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.planning.timing import Span, play
 from lightning_3d.torch_internals.pipelining import InOrder, ShapedStage, splittable
 from lightning_3d.torch_internals.profiling import named
+from lightning_3d.trace.ghost import TensorMeta
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SPLITTING = ("interleaved_zero_bubble", "zbv")
@@ -39,6 +40,9 @@ _MULTI = {
 
 Forward = Callable[[int, int, tuple[Tensor, ...]], Tensor | tuple[Tensor, ...]]
 """(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
+
+Crossing = Callable[[StageFlow, tuple[int, ...]], tuple[TensorMeta, ...]]
+"""(flow, ids of tensors) -> what this rank sends of them from one stage to the next, and receives."""
 
 AroundBackward = Callable[..., AbstractContextManager[None]]
 """(stage, is_last=whether it is the stage's last one in the step) -> context of the backward of a microbatch."""
@@ -58,6 +62,7 @@ class Schedule:
         stage_ranks: For every stage the index of its rank in ``group``.
         module: The rank's modules.
         group: Process group of the pp axis.
+        crossing: Gives what this rank sends of tensors, and receives.
         backward: Whether to run the backward too.
         forwards_first: Whether no backward may begin before all forwards have run.
         full_backward_stages: Stages whose backward stays in one piece where the schedule splits it.
@@ -73,6 +78,7 @@ class Schedule:
         module: nn.Module,
         device: torch.device,
         group: dist.ProcessGroup,
+        crossing: Crossing,
         backward: bool,
         forwards_first: bool,
         full_backward_stages: Collection[int] = (),
@@ -80,7 +86,16 @@ class Schedule:
         num_microbatches, num_ranks, num_stages = len(flows), max(stage_ranks) + 1, len(stage_ranks)
         modules = [_StageModule(module, stage, splits_backward=name in _SPLITTING) for stage in stages]
         torch_stages = [
-            _Stage(stage_module, flows, stage, num_stages, device, group, is_unsplit=stage in full_backward_stages)
+            _Stage(
+                stage_module,
+                flows,
+                stage,
+                num_stages,
+                device,
+                group,
+                crossing,
+                is_unsplit=stage in full_backward_stages,
+            )
             for stage_module, stage in zip(modules, stages, strict=True)
         ]
         loss_fn = (lambda output, target: output) if backward else None
@@ -173,11 +188,12 @@ class _Stage(ShapedStage):
         num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup,
+        crossing: Crossing,
         *,
         is_unsplit: bool,
     ) -> None:
-        inputs = [tuple(meta.on_meta() for meta in flow.metas(flow.received(stage))) for flow in flows]
-        outputs = [tuple(meta.on_meta() for meta in flow.metas(flow.sent(stage))) for flow in flows]
+        inputs = [tuple(meta.on_meta() for meta in crossing(flow, flow.received(stage))) for flow in flows]
+        outputs = [tuple(meta.on_meta() for meta in crossing(flow, flow.sent(stage))) for flow in flows]
         if stage == num_stages - 1:  # it returns the loss, or nothing
             outputs = [(torch.empty((), device="meta", requires_grad=True),) for _ in flows]
         super().__init__(

@@ -21,6 +21,7 @@ from lightning_3d.model.block_runner import SUMMON, AnyCallable, BlockRunner
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.pipeline.glue_seen import HandedOver
 from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.sharding.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.pytree import Args, Kwargs, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_of
@@ -53,6 +54,15 @@ def plain_call(func: AnyCallable, args: Args, kwargs: Kwargs) -> object:
     return func(*args, **kwargs)
 
 
+Crossing = Callable[[int, Tensor], Tensor]
+"""Gives a tensor, whose id in the trace this is, as it goes from stage to stage, or what came so as the step has it."""
+
+
+def as_it_is(i: int, tensor: Tensor) -> Tensor:
+    """The tensor."""
+    return tensor
+
+
 class StageRun(StepMode):
     """One run of the user's step on one microbatch by one stage.
 
@@ -65,7 +75,8 @@ class StageRun(StepMode):
         draw: Makes the calls that get no tensors of blocks.
         ends_in_trace: Whether the loss is to be made before the trace is stopped by code that reads data of blocks.
         handed: Notes what glue computes from the batch alone for the calls of the trace.
-        whole: Gives a tensor that is sent as other stages get it, where ranks have slices of it.
+        received_as: Gives what was received as the step has it, where that has slices; called while it runs.
+        sent_as: Gives a tensor of the step as it is sent.
     """
 
     has_replicas = True
@@ -81,11 +92,13 @@ class StageRun(StepMode):
         *,
         ends_in_trace: bool = False,
         handed: HandedOver | None = None,
-        whole: Callable[[Tensor], Tensor] = made,
+        received_as: Crossing = as_it_is,
+        sent_as: Crossing = as_it_is,
     ) -> None:
         super().__init__(router)
         self._draw = draw if handed is None else partial(handed.call, draw)
-        self._ends_in_trace, self._handed, self._full = ends_in_trace, handed, whole
+        self._ends_in_trace, self._handed = ends_in_trace, handed
+        self._received_as, self._sent_as = received_as, sent_as
         router.guard(flow.trace.unsent_attributes)
         self._randomness = randomness
         self._flow, self._stage = flow, stage
@@ -98,10 +111,10 @@ class StageRun(StepMode):
             i: tensor.clone() if i in mutated and not isinstance(tensor, Ghost) else tensor
             for i, tensor in zip(flow.received(stage), received, strict=True)
         }
-        self._as_sent = {i for i, tensor in self._values.items() if not isinstance(tensor, Ghost)}
+        self._as_sent = set[int]()
         self._at_hand = set(flow.received(stage))  # ids of values received or made here
         self._to_send = dict.fromkeys(flow.sent(stage))
-        self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
+        self._made: dict[int, Tensor] = {}
         self._changing: dict[int | None, Tensor] = {}  # by storage: buffers and others that further microbatches change
 
     def run(self, step: Callable[[], object]) -> Any:
@@ -111,6 +124,7 @@ class StageRun(StepMode):
             On the last stage what the step returned, with tensors of earlier stages filled in; on the others the
             tensors to send.
         """
+        self._receive()
         if self._stage == self._flow.num_stages - 1:
             with self:
                 output = step()
@@ -122,12 +136,17 @@ class StageRun(StepMode):
                 self._leave_if_done()
                 step()
         except StageExit:
-            return tuple(self._sendable(self._made[i]) for i in self._to_send)
+            return tuple(self._sendable(i) for i in self._to_send)
         raise self._changed("the step ended")
 
-    def _sendable(self, tensor: Tensor) -> Tensor:
+    def _receive(self) -> None:
+        self._values = {i: self._received_as(i, tensor) for i, tensor in self._values.items()}
+        self._as_sent = {i for i, tensor in self._values.items() if not isinstance(tensor, Ghost | ShardedTensor)}
+        self._made = {i: self._values[i] for i in self._to_send if i in self._values}
+
+    def _sendable(self, i: int) -> Tensor:
         """A tensor that stays as it is while it is sent."""
-        tensor = self._full(tensor)
+        tensor = self._sent_as(i, made(self._made[i]))
         is_changing = storage_of(tensor) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 

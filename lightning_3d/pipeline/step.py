@@ -20,13 +20,13 @@ from lightning_3d.pipeline.effects.merge import Merger
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.glue_seen import HandedOver, UnseenError
 from lightning_3d.pipeline.loss import check_loss
-from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
+from lightning_3d.pipeline.stage_run import Crossing, Draw, StageRun, plain_call
 from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.pipeline.whole_loss_code import WholeLossCode, loss_to_come
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.pytree import tree_map_only
+from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
 from lightning_3d.zero.engine import RankModule
@@ -63,6 +63,10 @@ class Stages:
     sit_out: Callable[[Sequence[str]], bool]
     """Told which blocks would run now, by FQN, in the collectives of whose weights this rank takes part for others;
     returns whether it can."""
+
+    def crossing(self, flow: StageFlow, ids: tuple[int, ...]) -> tuple[TensorMeta, ...]:
+        """What this rank sends of tensors with these ids from one stage to the next, and receives."""
+        return flow.metas(ids) if self.context is None else tuple(self.context.crossing(flow.trace, i) for i in ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +124,8 @@ class PipelineStep:
         """Zeros, as a stage sends them that has failed."""
         if stage == self.stages.last:
             return loss_to_come(received, lambda: [None] * len(received)) if self.backward else ()
-        metas = [meta.on_meta() for meta in self.flows[index].metas(self.flows[index].sent(stage))]
-        device = self.stages.module.device
+        flow, device = self.flows[index], self.stages.module.device
+        metas = [meta.on_meta() for meta in self.stages.crossing(flow, flow.sent(stage))]
         return tuple(torch.zeros_like(meta, device=device, requires_grad=meta.requires_grad) for meta in metas)
 
     def _forward(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
@@ -213,7 +217,7 @@ class PipelineStep:
             draw,
             ends_in_trace=ends_in_trace,
             handed=handed,
-            whole=made if context_steps is None else context_steps.whole,
+            **self._crossing(flow, stage),
         )
         # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.
         kept = attributes_kept(router.blocks, flow.trace.block_side_effects if stage > self.stages.last else ())
@@ -226,6 +230,14 @@ class PipelineStep:
         if context.is_last:
             self.outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
         return output
+
+    def _crossing(self, flow: StageFlow, stage: int) -> dict[str, Crossing]:
+        """How tensors come to a run of a stage, and how they leave it: as slices, but whole for the code after all."""
+        slices, last = self.stages.context, self.stages.last
+        if slices is None or stage > last:
+            return {}
+        sent_as = partial(slices.sent, flow.trace) if stage < last else lambda i, tensor: slices.whole(tensor)
+        return {"received_as": partial(slices.received, flow.trace), "sent_as": sent_as}
 
     def _handed(self, stage: int, part: StepCall) -> HandedOver | None:
         """Notes the computations of a microbatch, on the last stage, where all of its step runs."""

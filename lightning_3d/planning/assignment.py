@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.context.dims import SequenceDims
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError
 from lightning_3d.model.blocks import num_parameters, tied_groups
@@ -17,8 +19,10 @@ from lightning_3d.planning.loads import Loads, find_loads
 from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.partition import additive, partition
 from lightning_3d.planning.plan import StagePlan, Unit
+from lightning_3d.planning.slices import between_stages
 from lightning_3d.planning.stage_flow import cut, cut_at_calls, stages_by_block
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
+from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
 
 
@@ -30,6 +34,10 @@ class Assignment:
     """Block FQN -> stage of its first call, its second, ...; for a block without calls the stage that holds it."""
     stages: tuple[StagePlan, ...]
     unit: Unit
+
+
+Sent = Callable[[tuple[int, ...]], tuple[TensorMeta, ...]]
+"""Ids of tensors that cross between stages -> what a rank sends of them."""
 
 
 def assign_stages(
@@ -60,12 +68,14 @@ def assign_stages(
     calls = [call.name for call in trace.block_calls]
     _check_number(calls, "calls of blocks", num_stages)
     loads = find_loads(observed, tensors, config, shape, device)
+    sent = partial(between_stages, trace, dims=SequenceDims(config.context, blocks), size=shape.cp)
     if isinstance(config.pipeline.partition, tuple):
         stages = _begun_with(config.pipeline.partition, module, blocks, calls)
     else:
-        stages = _cut_calls(trace, loads, num_stages)
+        stages = _cut_calls(trace, loads, num_stages, sent)
     of_calls = stages_by_block(blocks, trace, stages)
-    return Assignment(stages_of_calls=of_calls, stages=_stage_plans(trace, of_calls, stages, loads), unit=loads.unit)
+    plans = _stage_plans(trace, of_calls, stages, loads, sent)
+    return Assignment(stages_of_calls=of_calls, stages=plans, unit=loads.unit)
 
 
 def _check_number(calls: Sequence[str], what: str, num_stages: int) -> None:
@@ -102,10 +112,10 @@ def _in_order(
     return Assignment(stages_of_calls={fqn: of_blocks[fqn] for fqn in blocks}, stages=plans, unit="parameters")
 
 
-def _cut_calls(trace: Trace, loads: Loads, num_stages: int) -> list[int]:
+def _cut_calls(trace: Trace, loads: Loads, num_stages: int, sent: Sent) -> list[int]:
     """The stage of each call: by time alone where all ranks fit their memory then."""
     flow, peaks = cut_at_calls(trace), loads.peaks
-    boundary_bytes = [sum(meta.num_bytes for meta in flow.metas(ids)) for ids in flow.crossings]
+    boundary_bytes = [sum(meta.num_bytes for meta in sent(ids)) for ids in flow.crossings]
     stages = partition(loads.of_stage, boundary_bytes, num_stages)
     if peaks is None or peaks.fit(stages):
         return stages
@@ -123,14 +133,14 @@ def _bounds(stages: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def _stage_plans(
-    trace: Trace, of_calls: Mapping[str, tuple[int, ...]], stages: Sequence[int], loads: Loads
+    trace: Trace, of_calls: Mapping[str, tuple[int, ...]], stages: Sequence[int], loads: Loads, sent: Sent
 ) -> tuple[StagePlan, ...]:
     flow = cut(trace, of_calls, stages[-1] + 1)
     plans = []
     for stage, start, stop in _bounds(stages):
-        sent = flow.metas(flow.sent(stage))
-        load, num_bytes = loads.of_stage(stage, start, stop), sum(meta.num_bytes for meta in sent)
-        plans.append(StagePlan(load=load, num_sent=len(sent), bytes_sent=num_bytes))
+        metas = sent(flow.sent(stage))
+        load, num_bytes = loads.of_stage(stage, start, stop), sum(meta.num_bytes for meta in metas)
+        plans.append(StagePlan(load=load, num_sent=len(metas), bytes_sent=num_bytes))
     return tuple(plans)
 
 

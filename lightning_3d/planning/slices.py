@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from lightning_3d.context.boundary import slice_between_stages
 from lightning_3d.context.dims import SequenceDims
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.ghost import TensorMeta
@@ -34,3 +36,8 @@ def on_slices(storages: StepStorages, first: int, size: int) -> StepStorages:
     cut = {number for call in later for number in (*call.outputs, *call.saved)} - whole
     sizes = (-(-num_bytes // size) if i in cut else num_bytes for i, num_bytes in enumerate(storages.sizes))
     return replace(storages, sizes=tuple(sizes))
+
+
+def between_stages(trace: Trace, ids: Iterable[int], dims: SequenceDims, size: int) -> tuple[TensorMeta, ...]:
+    """What the rank with the longest slice of `size` sends of tensors with these ids to the next stage."""
+    return tuple(slice_between_stages(trace, i, dims, size) for i in ids)

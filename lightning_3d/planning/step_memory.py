@@ -22,7 +22,7 @@ from lightning_3d.planning.observer import Observation
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Computation, schedule_order
 from lightning_3d.planning.shares import num_shards, num_sharing_of
-from lightning_3d.planning.slices import first_with_sequence, on_slices, sequence_of
+from lightning_3d.planning.slices import between_stages, first_with_sequence, on_slices, sequence_of
 from lightning_3d.planning.stage_flow import StageFlow, cut_at_calls, stage_of_call
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.chunked_loss import chunk_length
@@ -141,9 +141,10 @@ class StepMemory:
                 cost = cost.of_slice(shape.cp, 0 if given is None else given.num_bytes)
             self.costs[call.name] = cost or _estimated(self._storages.of_calls[position], self._storages)
             self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), config, shape)
-            if config.activations.fused_loss == "auto" and shape.cp == 1 and type(block) is nn.Linear:
+            is_fused = config.activations.fused_loss == "auto" and (shape.cp == 1 or tensor is None)
+            if is_fused and type(block) is nn.Linear:
                 num_classes = block.out_features // (1 if tensor is None else tensor.size)
-                if (fused := _fused_loss(position, num_classes, trace, trace.storages)) is not None:
+                if (fused := _fused_loss(position, num_classes, trace, self._storages, shape.cp)) is not None:
                     self._fused[position] = fused
 
     def stages_on(self, plan: Plan, rank: int) -> dict[int, Calls]:
@@ -296,7 +297,10 @@ class StepMemory:
             if position == last.get(name):
                 gradients += self._gradients[name]
                 first = max(first, alive + gradients)
-        given, returned = gives * _size(flow.metas(sent)), gets * _size_of_gradients(flow.metas(received))
+        of_received, of_sent = (
+            between_stages(self._trace, ids, self._sequence_dims, self._shape.cp) for ids in (received, sent)
+        )
+        given, returned = gives * _size(of_sent), gets * _size_of_gradients(of_received)
         blocks = [self._trace.block_calls[number].name for number in calls]
         schedule = self._config.pipeline.schedule
         return StageMemory(
@@ -306,7 +310,7 @@ class StepMemory:
             first_backward=first,
             gradients=gradients,
             split=sum(self.costs[fqn].costly + self.costs[fqn].returned for fqn in blocks),
-            received=_size(flow.metas(received)) + _size_of_gradients(flow.metas(sent)),
+            received=_size(of_received) + _size_of_gradients(of_sent),
             # Torch's schedules of several stages on a rank, and GPipe in the backward, wait for all at the end.
             sent=(0 if schedule in ("1f1b", "gpipe") else given) + (0 if schedule == "1f1b" else returned),
             casts=sum(self.costs[fqn].casts for fqn in dict.fromkeys(blocks)),
@@ -375,18 +379,21 @@ def _crossing(flow: StageFlow, boundaries: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted({number for ids in crossings for number in ids}))
 
 
-def _fused_loss(head: int, num_classes: int, trace: Trace, storages: StepStorages) -> _FusedLoss | None:
+def _fused_loss(
+    head: int, num_classes: int, trace: Trace, storages: StepStorages, num_slices: int
+) -> _FusedLoss | None:
     """A head whose logits go to a cross entropy and nowhere else, as it runs with it in chunks of rows.
 
     Args:
         head: Position of its call.
         num_classes: On a rank.
+        num_slices: Of each sequence, of which a rank has one.
     """
     if (way := _way_to_loss(head, trace, storages)) is None:
         return None
     loss, made = way
     meta = trace.tensors[trace.calls[head].outputs[0]]
-    num_rows = meta.num_bytes // meta.dtype.itemsize // num_classes
+    num_rows = meta.num_bytes // meta.dtype.itemsize // num_classes // num_slices
     inputs = storages.of_calls[head].inputs
     rows = storages.num_bytes(inputs)
     weight = num_classes * (rows // max(num_rows, 1) // meta.dtype.itemsize) * _WIDE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from lightning_3d.errors import TraceError
 from lightning_3d.torch_internals.pytree import Arguments, TreeSpec
@@ -127,6 +128,11 @@ class Trace:
     def block_calls(self) -> tuple[TracedCall, ...]:
         """The calls of blocks, in order."""
         return tuple(call for call in self.calls if call.is_block)
+
+    @cached_property
+    def readers(self) -> Mapping[int, str]:
+        """Id of a tensor -> FQN of the first block that gets it."""
+        return {i: call.name for call in reversed(self.block_calls) for i in call.inputs}
 
     def refuse_what_counts_once(self) -> None:
         """Raise where microbatches, on several stages, can't do what counts once for the batch.

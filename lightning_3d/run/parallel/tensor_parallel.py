@@ -60,14 +60,15 @@ def shard_blocks(
 
 
 def fused_heads(context: RunContext, plan: Plan, blocks: Mapping[str, nn.Module]) -> FusedHeads:
-    """The heads that may run with their losses; on slices of sequences logits are short by themselves."""
-    takes_heads = context.config.activations.fused_loss == "auto" and context.mesh.shape.cp == 1
+    """The heads that may run with their losses; on slices of sequences those whose classes are whole."""
+    is_on, cuts_sequences = context.config.activations.fused_loss == "auto", context.mesh.shape.cp > 1
     planned = {
         block.fqn: (
             blocks[block.fqn],
             HeadPlan(tensor=block.tensor, is_recomputed=block.is_recomputed, is_offloaded=block.is_offloaded),
         )
-        for block in (plan.blocks if takes_heads else ())
+        for block in plan.blocks
+        if is_on and not (cuts_sequences and block.tensor is not None and block.tensor.is_sharded)
     }
     tp = context.mesh.ranks("tp")
     sync_check = partial(context.rendezvous.sync_check, tp, in_steps=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD
-from lightning_3d.sharding.rules.call import InputPlacement, LocalCall, TorchCall
+from lightning_3d.sharding.rules.call import PARTIAL, InputPlacement, LocalCall, TorchCall
 from lightning_3d.sharding.rules.function import Function
 from lightning_3d.sharding.sharded_tensor import placement_of
 
@@ -44,12 +44,17 @@ def as_rows_over_count(function: Function, args: Sequence[object], kwargs: Mappi
     is_deprecated = call.get("size_average") is not None or call.get("reduce") is not None
     if is_deprecated or call["reduction"] not in ("mean", "sum", "batchmean"):
         return None
+    if call["reduction"] == "sum" and function in _OF_CLASSES and _sums_wide(call["input"]):
+        return None  # a sum of own rows is one of all but for the ranks
     return functools.partial(_rows_over_count, function)
 
 
 def _rows_over_count(function: Function, *args: object, **kwargs: object) -> Tensor:
     call = _arguments(function, args, kwargs)
     reduction, input = call["reduction"], call["input"]
+    if function in _OF_CLASSES and _sums_wide(input):
+        summed: Tensor = function(**call | {"reduction": "sum"})
+        return summed / _count(**call)
     losses: Tensor = function(**call | {"reduction": "none"})
     if reduction == "sum":
         return losses.sum()
@@ -58,14 +63,25 @@ def _rows_over_count(function: Function, *args: object, **kwargs: object) -> Ten
     if function in _OF_CLASSES:
         # In 16 bits a sum of many rows may overflow where their mean does not.
         total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-        return (total / _count(losses, **call)).to(losses.dtype)
+        return (total / _count(**call)).to(losses.dtype)
     is_divided_by_weights = function in (F.mse_loss, F.l1_loss) and call["weight"] is not None
     return losses.sum() / call["weight"].sum() if is_divided_by_weights else losses.mean()
 
 
-def _count(losses: Tensor, *, target: Tensor, weight: Tensor | None, ignore_index: int, **_: object) -> Tensor | int:
+def _sums_wide(input: Tensor) -> bool:
+    """Whether losses of classes are summed in 32 bits or more."""
+    return torch.finfo(input.dtype).bits >= 32 or torch.is_autocast_enabled(input.device.type)
+
+
+def _count(*, input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, **_: object) -> Tensor | int:
     """The divisor of a mean over rows."""
-    return losses.numel() if target.is_floating_point() else weights_of_labels(target, weight, ignore_index)
+    if target.is_floating_point():
+        return input.numel() // input.shape[_class_dim(input)]
+    return weights_of_labels(target, weight, ignore_index)
+
+
+def _class_dim(input: Tensor) -> int:
+    return min(1, input.dim() - 1)
 
 
 def weights_of_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
@@ -75,13 +91,13 @@ def weights_of_labels(labels: Tensor, weight: Tensor | None, ignore_index: int) 
 
 
 def of_own_rows(call: TorchCall, axis: Axis) -> LocalCall | None:
-    """The losses of each row without a reduction, on this rank's rows."""
+    """The losses of each row, or their sum, on this rank's rows."""
     if call.function not in _OF_CLASSES:
         return None
     given = _arguments(call.function, call.args, call.kwargs)
     input, target = given["input"], given["target"]
     along = placement_of(input)
-    if along is None or given["reduction"] != "none" or along.dim == min(1, input.dim() - 1):
+    if along is None or given["reduction"] not in ("none", "sum") or along.dim == _class_dim(input):
         return None
     rows = along.at(0 if along.dim == 0 else along.dim - 1)  # without the dim of the classes
 
@@ -93,7 +109,8 @@ def of_own_rows(call: TorchCall, axis: Axis) -> LocalCall | None:
         return REPLICATE_PARTIAL_GRAD
 
     placements = tuple(input_placement(tensor) for tensor in call.tensors)
-    return LocalCall(tensors=call.tensors, input_placements=placements, run=call.run, result=rows)
+    result = PARTIAL if given["reduction"] == "sum" else rows
+    return LocalCall(tensors=call.tensors, input_placements=placements, run=call.run, result=result)
 
 
 def of_own_elements(call: TorchCall, axis: Axis) -> LocalCall | None:

@@ -163,6 +163,7 @@ class _Gradients:
             losses.append(loss)
             if gradient is not None:
                 self._add(made, part, gradient, own, head.weight)
+        losses = losses or [rows.new_empty(0, dtype=self.wide)]
         if self.call.reduction == "none":
             return torch.cat(losses), made
         total = torch.stack([loss.sum() for loss in losses]).sum()

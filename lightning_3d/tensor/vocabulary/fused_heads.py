@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.model.block_runner import AnyCallable, BlockRunner, runner_of
 from lightning_3d.sharding.axis import MeshAxis
 from lightning_3d.sharding.collectives import redistribute
-from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD
+from lightning_3d.sharding.gradient_factor import with_gradient_times
+from lightning_3d.sharding.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, lengths_of
+from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Through
@@ -25,6 +27,7 @@ from lightning_3d.tensor.vocabulary.lazy_tensor import LazyTensor, made
 from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.modules import has_backward_hooks
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.torch_internals.tensors import are_transforms_active
@@ -111,25 +114,29 @@ class FusedHead:
 
     def _call(self, forward: AnyCallable, *args: object, **kwargs: object) -> Any:
         wait_for(self._head.parameters())
-        rows = self._rows(args, kwargs)
-        return forward(*args, **kwargs) if rows is None else self._lazily(*self._own(rows))
+        given = self._rows(args, kwargs)
+        if given is None:
+            return forward(*args, **kwargs)
+        rows, weight, bias = self._own(_slice_of(given))
+        return _as_given(given, self._lazily(rows, _read_by(given, weight), _read_by(given, bias)))
 
     def _deferred(
         self, runner: BlockRunner, call: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AnyCallable | None:
         """Answer a call whose hooks gather the weight: they run when logits are made, or their loss in their place."""
-        if (rows := self._rows(args, kwargs)) is None:
+        if (given := self._rows(args, kwargs)) is None:
             return None
 
         def through(rows: Tensor, compute: Compute) -> Tensor:
             def run(forward: AnyCallable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-                return compute(*self._own(args[0]))
+                own, weight, bias = self._own(args[0])
+                return compute(own, _read_by(given, weight), _read_by(given, bias))
 
             with hooks_noted(self._head, frozenset()):  # the step calls them
                 made: Tensor = runner.call_late(call, run, rows)
             return made
 
-        return lambda *args, **kwargs: self._lazily(rows, None, None, through)
+        return lambda *args, **kwargs: _as_given(given, self._lazily(_slice_of(given), None, None, through))
 
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The input of the head in a call that can be answered; None if it can't."""
@@ -185,7 +192,8 @@ class FusedHead:
             is_expected = isinstance(head.weight, DTensor)
         else:
             is_expected = type(head.weight) is nn.Parameter
-        if type(rows) is not Tensor or not is_expected or not (is_unit or head.weight.device == rows.device):
+        is_plain = type(rows) is Tensor or (self._tp is None and _has_rows_everywhere(rows))
+        if not is_plain or not is_expected or not (is_unit or head.weight.device == rows.device):
             return "its input or its weight is no plain tensor"
         if has_backward_hooks(head):
             return "it has backward hooks"
@@ -204,6 +212,30 @@ class FusedHead:
     def text(self) -> str:
         """The outcome in training, for people."""
         return f"{self.fqn}: {self.record.text(is_absent=self._is_absent)}"
+
+
+def _has_rows_everywhere(rows: Tensor) -> bool:
+    """Whether every rank of an axis has some of the rows, and the features of each."""
+    at = placement_of(rows)
+    return at is not None and at.dim < rows.dim() - 1 and rows.numel() > 0 and min(lengths_of(at) or (1,)) > 0
+
+
+def _slice_of(rows: Tensor) -> Tensor:
+    with DisableTorchFunction():  # the interpreter of slices runs
+        return rows.own() if isinstance(rows, ShardedTensor) else rows
+
+
+def _read_by(rows: Tensor, weight: Tensor | None) -> Tensor | None:
+    """A weight as rows read it: with slices of rows, ranks count as its replicas."""
+    if weight is None or not isinstance(rows, ShardedTensor):
+        return weight
+    return with_gradient_times(weight, rows.axis.size)
+
+
+def _as_given(rows: Tensor, logits: Tensor) -> Tensor:
+    """Logits that lie as the rows do."""
+    with DisableTorchFunction():
+        return ShardedTensor(logits, rows.axis, rows.placement) if isinstance(rows, ShardedTensor) else logits
 
 
 def _on_plain_logits(

@@ -271,8 +271,9 @@ def _as_loss(func: Function, args: Any, kwargs: Any) -> CrossEntropy | None:
     view = call.input.view_of_head
     if view is None or (func is F.nll_loss and not view.is_log) or isinstance(call.target, LazyTensor):
         return None
-    is_whole = view.class_dim == call.class_dim and view.rows.numel() > 0
-    return call if is_whole and call.target.device == view.rows.device else None
+    is_whole = view.class_dim == call.class_dim
+    has_loss = view.rows.numel() > 0 or call.reduction != "mean"
+    return call if is_whole and has_loss and call.target.device == view.rows.device else None
 
 
 def _fused(call: CrossEntropy) -> Tensor:
