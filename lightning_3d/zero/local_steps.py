@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.windows import Part
 from lightning_3d.zero.shard import plain
 from lightning_3d.zero.swapped import StandIns, Swapped
+from lightning_3d.zero.whole_steps import GatheredParameters, WholeSteps
 
 
 class LocalSteps:
@@ -39,6 +41,7 @@ class LocalSteps:
         check: Called with an optimizer before its step; raises if it must not step now.
         offload: Steps them elsewhere than on the device, if that is wanted.
         masters: Steps 16-bit parameters in fp32, if that is wanted.
+        whole: Brings whole parameters to their owners.
         alike: Keeps what tensor parallel does not shard the same on its ranks; not in host memory.
     """
 
@@ -49,10 +52,12 @@ class LocalSteps:
         check: Callable[[Optimizer], None],
         offload: OffloadedSteps | None,
         masters: MasterWeights | None,
+        whole: WholeSteps,
         alike: TPReplicaSync | None,
     ) -> None:
         self._check, self._alike = check, alike
         self._zero, self._offload, self._masters = zero, offload, masters
+        self._whole, self._gathered = whole, dict[Optimizer, GatheredParameters]()
         self._parts = StandIns()
         self._swapped: dict[Optimizer, Swapped] = {}
         self._lent: dict[Optimizer, list[nn.Parameter]] = {}  # parameters that are stepped in fp32 now
@@ -93,13 +98,14 @@ class LocalSteps:
         """Make master weights where they are to lie, one after the other, and move all other states there."""
         assert self._offload is not None
         for parameter in self._parameters(optimizer):
-            if parameter.requires_grad and not self._zero.shards[parameter].owned_by_other:
+            is_here = not self._zero.stepped[parameter].owned_by_other
+            if parameter.requires_grad and is_here and parameter not in self._zero.whole:
                 self._make_master(optimizer, parameter, self._offload)
         self._offload.to_host(optimizer)
 
     def _make_master(self, optimizer: Optimizer, parameter: nn.Parameter, offload: OffloadedSteps) -> None:
         if self._masters is not None and self._is_widened(parameter):
-            own = self._zero.shards[parameter].own(parameter)
+            own = self._own(optimizer, parameter)
             if self._masters.make(optimizer, parameter, own):
                 offload.to_host(optimizer, parameter)
 
@@ -115,13 +121,17 @@ class LocalSteps:
         for parameter, state in list(optimizer.state.items()):
             if not isinstance(parameter, nn.Parameter) or parameter not in self._zero.shards:
                 continue
-            if self._zero.shards[parameter].owned_by_other:
+            own = (
+                partial(self._whole.own, parameter)
+                if parameter in self._zero.whole
+                else self._zero.shards[parameter].own
+            )
+            full = {k: own(v) for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+            if self._zero.stepped[parameter].owned_by_other:
                 del optimizer.state[parameter]
             else:
-                own = self._zero.shards[parameter].own
-                full = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
                 dtype = torch.float32 if self._is_widened(parameter) else None
-                state.update((key, own(value).to(dtype or value.dtype, copy=True)) for key, value in full.items())
+                state.update((key, value.to(dtype or value.dtype, copy=True)) for key, value in full.items())
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._depth[optimizer] += 1
@@ -136,7 +146,7 @@ class LocalSteps:
             return args, kwargs
 
         def run() -> object:
-            self._put_back(optimizer)  # a closure may be called again
+            self._finish(optimizer)  # a closure may be called again
             self._unfinished.discard(optimizer)  # it trains, too
             result = closure()
             self._enter(optimizer)
@@ -151,9 +161,7 @@ class LocalSteps:
         if self._depth[optimizer] > 0:
             return
         del self._depth[optimizer]
-        self._put_back(optimizer)
-        if self._offload is not None:
-            self._offload.finish()
+        self._finish(optimizer)
         parameters = self._parameters(optimizer)
         self._zero.all_gather_params(_trained(parameters))
         self._zero.drop_gradients([*parameters, *self._unused()])
@@ -169,6 +177,8 @@ class LocalSteps:
         self._unfinished.add(optimizer)
         self._zero.wait_params()
         self._zero.sync_stray_grads()
+        cut = [parameter for parameter in self._parameters(optimizer) if parameter in self._zero.whole]
+        self._gathered[optimizer] = self._whole.gather(cut, self._zero.gradient)
         if self._offload is not None:
             parts = self._offloaded(optimizer, self._offload)
             self._swapped[optimizer] = self._offload.enter(optimizer, parts)
@@ -177,10 +187,12 @@ class LocalSteps:
         whole: list[Tensor] = []
         with DisableTorchFunctionSubclass():  # of parameters as they are held
             for parameter in self._parameters(optimizer):
-                if self._zero.shards[parameter].owned_by_other:
+                if self._is_elsewhere(optimizer, parameter):
                     swapped[parameter] = None
                     continue
-                gradient = self._gradient(parameter)
+                gradient = self._gradient(optimizer, parameter)
+                if gradient is not None and self._is_widened(parameter):
+                    gradient = gradient.float()
                 part = self._part(optimizer, parameter, widens=gradient is not None)
                 if parameter.requires_grad and not is_shard(parameter, "tp"):
                     whole.append(part)
@@ -198,20 +210,33 @@ class LocalSteps:
                 rounded: Tensor | None = None
                 if parameter not in self._zero.shards:
                     part, gradient = parameter, parameter.grad
-                elif self._zero.shards[parameter].owned_by_other:
+                elif self._is_elsewhere(optimizer, parameter):
                     continue
-                elif (gradient := self._zero.gradient(parameter)) is not None:
+                elif (gradient := self._gradient(optimizer, parameter)) is not None:
                     self._make_master(optimizer, parameter, offload)  # of a group that was added in training
                     part = self._part(optimizer, parameter, widens=True)
                     if self._masters is not None and self._is_widened(parameter):
-                        rounded = self._zero.shards[parameter].own(parameter)
+                        rounded = self._own(optimizer, parameter)
                 if gradient is not None:
                     parts.append(Part(parameter=parameter, values=part, gradient=gradient, rounded=rounded))
         return parts
 
-    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        gradient = self._zero.gradient(parameter)
-        return gradient.float() if gradient is not None and self._is_widened(parameter) else gradient
+    def _is_elsewhere(self, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+        """Whether this rank does not step it now, but its owner does if it has a gradient."""
+        if parameter in self._zero.whole:
+            return parameter not in self._gathered[optimizer].values
+        return self._zero.shards[parameter].owned_by_other
+
+    def _own(self, optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
+        """The values of what this rank steps."""
+        if parameter in self._zero.whole:
+            return self._gathered[optimizer].values[parameter]
+        return self._zero.shards[parameter].own(parameter)
+
+    def _gradient(self, optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | None:
+        if parameter in self._zero.whole:
+            return self._gathered[optimizer].gradients[parameter]
+        return self._zero.gradient(parameter)
 
     def _part(self, optimizer: Optimizer, parameter: nn.Parameter, *, widens: bool) -> nn.Parameter:
         """The parameter that the optimizer steps.
@@ -219,12 +244,11 @@ class LocalSteps:
         Args:
             widens: Whether in fp32, if that is wanted: not where it steps nothing, as of frozen parameters.
         """
-        shard = self._zero.shards[parameter]
-        own = shard.own(parameter)
+        own = self._own(optimizer, parameter)
         if widens and self._masters is not None and self._is_widened(parameter):
             self._lent.setdefault(optimizer, []).append(parameter)
             return self._masters.checkout(optimizer, parameter, own, follows=self._offload is None)
-        return parameter if shard.is_all else self._parts.of(parameter, own)
+        return parameter if self._zero.shards[parameter].is_all else self._parts.of(parameter, own)
 
     def refuse_unfinished(self) -> None:
         """Where the user's code goes on after a step that an exception has left.
@@ -242,6 +266,7 @@ class LocalSteps:
         """Give an optimizer the module's parameters back, if its step failed."""
         del self._depth[optimizer]
         self._put_back(optimizer)
+        self._gathered.pop(optimizer, None)
 
     def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
@@ -251,8 +276,18 @@ class LocalSteps:
             swapped.back()
         for parameter in self._lent.pop(optimizer, ()):
             assert self._masters is not None
-            own = self._zero.shards[parameter].own(parameter)
+            own = self._own(optimizer, parameter)
             self._masters.commit(optimizer, parameter, own, rounds=self._offload is None)
+
+    def _finish(self, optimizer: Optimizer) -> None:
+        """After a step on all ranks: put back, and give new values of whole parameters to all that hold pieces."""
+        self._put_back(optimizer)
+        if self._offload is not None:
+            self._offload.finish()
+        if (gathered := self._gathered.pop(optimizer, None)) is not None:
+            widened = {p: values for p, values in gathered.values.items() if self._is_widened(p)}
+            others = {p: self._parts.let_go(p) for p in gathered.values if p not in widened}
+            self._whole.give_back({**widened, **others}, gathered.pieces)
 
 
 def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -52,6 +52,16 @@ class RankShard:
         """Whether another rank steps all of it, so that this one's optimizers do not know it."""
         return self.owner is not None and self.owner != self.rank
 
+    @property
+    def steps_part(self) -> bool:
+        """Whether optimizers step a part of it, which its states are of, too."""
+        return isinstance(self.parameter, DTensor) or self.is_sharded
+
+    @property
+    def stepped_shape(self) -> torch.Size:
+        """Of what this rank's optimizers step."""
+        return self.own(self.parameter).shape
+
     @cached_property
     def num_rows(self) -> int:
         """Rows that are shared; 1 for a 0-d parameter."""
@@ -92,9 +102,7 @@ class RankShard:
 
     def like_parameter(self, own: Tensor) -> Tensor:
         """A gradient or a state of what is stepped, placed as a part of the full parameter; others as they are."""
-        if not isinstance(self.parameter, DTensor) and not self.is_sharded:
-            return own
-        if own.shape != self.own(self.parameter).shape or isinstance(own, DTensor):
+        if not self.steps_part or own.shape != self.stepped_shape or isinstance(own, DTensor):
             return own
         mesh, placements = self._placements()
         shape = self.parameter.shape
