@@ -120,6 +120,24 @@ class Shampoo(ByHand):
         parameter.sub_((left @ matrix @ right).view(parameter.shape), alpha=group["lr"])
 
 
+class MuonByHand(ByHand):
+    """Muon for groups of matrices, signs with momentum for others, as one optimizer; Jordan et al. 2024.
+
+    Its Newton-Schulz iterations have the dtype of the parameters.
+    """
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        momentum = self.kept(parameter, "momentum").mul_(0.9).add_(gradient)
+        if not group["is_matrix"]:
+            parameter.sub_(torch.tanh(100 * momentum), alpha=0.1 * group["lr"])
+            return
+        step = momentum / momentum.norm()
+        for _ in range(5):
+            gram = step @ step.T
+            step = 3.4445 * step + (2.0315 * gram @ gram - 4.775 * gram) @ step
+        parameter.sub_(step, alpha=group["lr"])
+
+
 # ---- all parameters
 
 

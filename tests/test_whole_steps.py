@@ -1,92 +1,116 @@
-"""Optimizers that need whole parameters step them where they are cut: as in one process, each on one rank."""
+"""Optimizers that need whole parameters step them where they are cut: as in one process, each on one rank.
+
+In fp64, as Newton-Schulz iterations make much of rounding; the law has others, with runs that are resumed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch import Tensor, nn
-from torch.optim import Adafactor, Muon, Optimizer
+from torch.optim import Adafactor, AdamW, Muon
+from torch.optim.lr_scheduler import StepLR
 
 from tests.law.models.spellings import FusedQKV
 from tests.models import TinyGPT, tokens
-from tests.optimizers import Lamb, Lars, Shampoo
+from tests.optimizers import MuonByHand, Shampoo
 from tests.parity import Layout, fitted, whole_state
 from tests.workers import WorkerPools
 
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "Muon": partial(Muon, lr=1e-2),
-    "Adafactor": partial(Adafactor, lr=1e-2, eps=(1e-6, 1e-3)),
-    "Lamb": Lamb,
-    "Lars": Lars,
-    "Shampoo": partial(Shampoo, lr=0.5),
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
+
+
+def _others(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.dim() != 2]
+
+
+def _grouped(model: nn.Module) -> Any:
+    groups = [{"params": _matrices(model), "is_matrix": True}, {"params": _others(model), "is_matrix": False}]
+    optimizer = MuonByHand(groups, lr=1e-2)
+    return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "two": lambda model: [Muon(_matrices(model), lr=1e-2), AdamW(_others(model), eps=1e-3)],
+    "grouped": _grouped,
+    "Adafactor": lambda model: Adafactor(model.parameters(), eps=(1e-6, 1e-3)),
+    "Shampoo": lambda model: Shampoo(model.parameters(), lr=0.5),
 }
 
 LAYOUTS = (
-    Layout(dp=2, zero=3),
-    Layout(tp=2),
-    Layout(pp=2, num_microbatches=2),
-    Layout(dp=2, tp=2, zero=0),
-    Layout(dp=2, tp=2, zero=1),
-    Layout(dp=2, tp=2, zero=3),
-    Layout(pp=2, dp=2, zero=1, num_microbatches=2),
-    Layout(pp=2, dp=2, zero=3, num_microbatches=2),
-    Layout(pp=2, tp=2, num_microbatches=2),
-    Layout(dp=4, zero=3, zero_settings={"shard_size": 2}),
+    Layout(dp=2, zero=3, mode="auto"),
+    Layout(tp=2, mode="auto"),
+    Layout(pp=2, num_microbatches=2, mode="auto"),
+    Layout(dp=2, tp=2, zero=1, mode="auto"),
+    Layout(dp=2, tp=2, zero=3, mode="auto"),
 )
+
+Result = tuple[dict[str, Tensor], int]
+"""The weights, and the elements of states that this rank has."""
 
 
 class FusedGPT(TinyGPT):
     """Has fused projections, a tied head, and a vocabulary that does not divide."""
 
-    def __init__(self, optimizer: str) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(vocabulary=63, num_layers=1)
-        self.blocks = nn.ModuleList(FusedQKV() for _ in range(1))
-        self.optimizer = optimizer
+        self.blocks = nn.ModuleList([FusedQKV()])
+        self.name, self.automatic_optimization = name, name != "two"
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                self.clip_gradients(optimizer, 0.5)
+                optimizer.step()
+        return loss
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.dim() == 2 or self.optimizer != "Muon"]
-        return OPTIMIZERS[self.optimizer](trained)
+        return OPTIMIZERS[self.name](self)
 
 
-def _trained(optimizer: str, layout: Layout | None) -> tuple[dict[str, Tensor], int]:
-    """The weights, and the elements of states that this rank has."""
+def _trained(name: str, layout: Layout | None) -> Result:
+    settings = {} if name == "two" else {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
     trainer, _ = fitted(
         layout,
-        partial(FusedGPT, optimizer),
+        partial(FusedGPT, name),
         data=partial(tokens, vocabulary=63),
-        batches=2,
         epochs=1,
         precision="64-true",
-        gradient_clip_val=0.5,
+        **settings,
     )
     states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
     return whole_state(trainer), sum(value.numel() for value in states if isinstance(value, Tensor))
 
 
-def _all_trained(layout: Layout | None) -> dict[str, tuple[dict[str, Tensor], int]]:
-    return {optimizer: _trained(optimizer, layout) for optimizer in OPTIMIZERS}
+def _all_trained(layout: Layout | None) -> dict[str, Result]:
+    return {name: _trained(name, layout) for name in OPTIMIZERS}
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, tuple[dict[str, Tensor], int]]:
+def expected() -> dict[str, Result]:
     return _all_trained(None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_steps_as_one_process(
-    workers: WorkerPools, layout: Layout, expected: dict[str, tuple[dict[str, Tensor], int]]
-) -> None:
+def test_steps_as_one_process(workers: WorkerPools, layout: Layout, expected: dict[str, Result]) -> None:
     L.seed_everything(1, verbose=False)
-    initial, ranks = FusedGPT("Lamb").state_dict(), workers(layout.world_size).run(_all_trained, layout)
-    for optimizer, (weights, num_states) in expected.items():
+    initial, ranks = FusedGPT("two").state_dict(), workers(layout.world_size).run(_all_trained, layout)
+    for name, (weights, num_states) in expected.items():
         moved = max(float((weights[fqn] - value).abs().max()) for fqn, value in initial.items())
-        for of_rank, num_held in (rank[optimizer] for rank in ranks):
+        for of_rank, num_held in (rank[name] for rank in ranks):
             parted = {fqn: float((of_rank[fqn] - value).abs().max()) for fqn, value in weights.items()}
-            worst = max(parted, key=parted.get)
-            print(optimizer, layout, worst, parted[worst], moved, num_held, num_states)
-            assert parted[worst] < 1e-6 * moved
+            worst = max(parted, key=lambda fqn: parted[fqn])
+            print(name, layout, worst, parted[worst], moved, num_held, num_states)
+            assert parted[worst] < 1e-8 * moved, f"{name}: {worst}"
+            assert num_held <= 0.75 * num_states, name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import Arguments
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
@@ -74,7 +75,9 @@ class LocalSteps:
         hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         hooks += [first_step_post_hook(optimizer, self._after) for optimizer in optimizers]
         try:
-            with self._loading(optimizers):
+            with self._loading(optimizers), ExitStack() as stack:
+                for optimizer in optimizers:
+                    stack.enter_context(self._switching(optimizer))
                 yield
         finally:
             for hook in hooks:
@@ -167,6 +170,27 @@ class LocalSteps:
         self._zero.drop_gradients([*parameters, *self._unused()])
         self._unfinished.discard(optimizer)
 
+    def _switching(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Let ``train()`` and ``eval()`` of a schedule-free optimizer, which move parameters, see what it steps."""
+        methods = {name: found for name in ("train", "eval") if callable(found := getattr(optimizer, name, None))}
+        switches = {name: partial(self._switch, optimizer, method) for name, method in methods.items()}
+        return replaced("modes of optimizers", optimizer, switches)
+
+    def _switch(self, optimizer: Optimizer, method: Callable[..., object], *args: object) -> object:
+        """Run such a method; every rank calls it."""
+        if optimizer in self._depth:
+            return method(*args)
+        self._zero.wait_params()
+        self._gather(optimizer, steps=False)
+        self._swap(optimizer, steps=False)
+        try:
+            result = method(*args)
+        finally:
+            self._put_back(optimizer)
+        self._finish(optimizer)
+        self._zero.all_gather_params(_trained(self._parameters(optimizer)))
+        return result
+
     def _unused(self) -> list[nn.Parameter]:
         """Parameters of no optimizer, which may get one: their gradients until then are not to be stepped."""
         used = {parameter for optimizer in self._optimizers for parameter in self._parameters(optimizer)}
@@ -177,12 +201,23 @@ class LocalSteps:
         self._unfinished.add(optimizer)
         self._zero.wait_params()
         self._zero.sync_stray_grads()
-        cut = [parameter for parameter in self._parameters(optimizer) if parameter in self._zero.whole]
-        self._gathered[optimizer] = self._whole.gather(cut, self._zero.gradient)
+        self._gather(optimizer, steps=True)
         if self._offload is not None:
             parts = self._offloaded(optimizer, self._offload)
             self._swapped[optimizer] = self._offload.enter(optimizer, parts)
-            return
+        elif self._alike is not None:
+            self._alike.before_step(optimizer, self._swap(optimizer, steps=True))
+        else:
+            self._swap(optimizer, steps=True)
+
+    def _gather(self, optimizer: Optimizer, *, steps: bool) -> None:
+        """Bring cut parameters to their owners: those that it steps, or all."""
+        cut = [parameter for parameter in self._parameters(optimizer) if parameter in self._zero.whole]
+        gradients = {p: own for p in cut if steps and (own := self._zero.gradient(p)) is not None}
+        self._gathered[optimizer] = self._whole.gather(gradients if steps else cut, gradients)
+
+    def _swap(self, optimizer: Optimizer, *, steps: bool) -> list[Tensor]:
+        """Give an optimizer this rank's parts; returns those that tensor parallel does not shard."""
         swapped: dict[nn.Parameter, nn.Parameter | None] = {}
         whole: list[Tensor] = []
         with DisableTorchFunctionSubclass():  # of parameters as they are held
@@ -190,18 +225,18 @@ class LocalSteps:
                 if self._is_elsewhere(optimizer, parameter):
                     swapped[parameter] = None
                     continue
-                gradient = self._gradient(optimizer, parameter)
+                gradient = self._gradient(optimizer, parameter) if steps else None
                 if gradient is not None and self._is_widened(parameter):
                     gradient = gradient.float()
-                part = self._part(optimizer, parameter, widens=gradient is not None)
+                widens = gradient is not None if steps else bool(optimizer.state.get(parameter))
+                part = self._part(optimizer, parameter, widens=widens)
                 if parameter.requires_grad and not is_shard(parameter, "tp"):
                     whole.append(part)
                 if part is not parameter:
                     part.grad = gradient
                     swapped[parameter] = part
-        if self._alike is not None:
-            self._alike.before_step(optimizer, whole)
         self._swapped[optimizer] = Swapped(optimizer, swapped)
+        return whole
 
     def _offloaded(self, optimizer: Optimizer, offload: OffloadedSteps) -> list[Part]:
         parts: list[Part] = []
@@ -277,7 +312,9 @@ class LocalSteps:
         for parameter in self._lent.pop(optimizer, ()):
             assert self._masters is not None
             own = self._own(optimizer, parameter)
-            self._masters.commit(optimizer, parameter, own, rounds=self._offload is None)
+            self._masters.commit(
+                optimizer, parameter, own, rounds=self._offload is None or optimizer not in self._unfinished
+            )
 
     def _finish(self, optimizer: Optimizer) -> None:
         """After a step on all ranks: put back, and give new values of whole parameters to all that hold pieces."""

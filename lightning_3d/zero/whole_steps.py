@@ -147,16 +147,15 @@ class WholeSteps:
 
     @torch.no_grad()
     def gather(
-        self, parameters: Iterable[nn.Parameter], gradient: Callable[[nn.Parameter], Tensor | None]
+        self, parameters: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
     ) -> GatheredParameters:
-        """Bring parameters that have gradients to their owners; every rank calls it.
+        """Bring parameters to their owners; every rank calls it.
 
         Args:
-            gradient: Gives this rank's part of a gradient.
+            gradients: This rank's part of those that there are.
         """
-        pieces = {p: part for p in parameters if (part := gradient(p)) is not None}
-        held = {parameter: part_of(parameter).detach() for parameter in pieces}
-        return GatheredParameters(pieces=held, values=self._gathered(held), gradients=self._gathered(pieces))
+        pieces = {parameter: part_of(parameter).detach() for parameter in parameters}
+        return GatheredParameters(pieces=pieces, values=self._gathered(pieces), gradients=self._gathered(gradients))
 
     @torch.no_grad()
     def give_back(self, wholes: Mapping[nn.Parameter, Tensor], pieces: Mapping[nn.Parameter, Tensor]) -> None:
