@@ -77,6 +77,34 @@ class ScheduleFree(ByHand):
         self.state[parameter]["base"] = base.sub(gradient, alpha=group["lr"])
 
 
+class Switched(ScheduleFree):
+    """Has other weights for evaluations than it trains, where it must not step, as those of schedulefree."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr=lr)
+        self.eval()
+
+    def begin(self, group: dict[str, Any]) -> None:
+        assert group["trains"], "call train() first"
+        super().begin(group)
+
+    def train(self) -> None:
+        """Before steps."""
+        self._switch(trains=True, weight=-1.0)
+
+    def eval(self) -> None:
+        """Before evaluations."""
+        self._switch(trains=False, weight=0.5)
+
+    @torch.no_grad()
+    def _switch(self, *, trains: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group.get("trains") != trains else ():
+                if "base" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["base"], weight)
+            group["trains"] = trains
+
+
 class Derived(AdamW):
     """Its step and its base class's both have torch's hooks."""
 

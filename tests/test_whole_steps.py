@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.law.models.spellings import FusedQKV
 from tests.models import TinyGPT, tokens
 from tests.optimizers import MuonByHand, Shampoo
-from tests.parity import Layout, fitted, whole_state
+from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
 
 
@@ -114,3 +114,34 @@ def test_steps_as_one_process(workers: WorkerPools, layout: Layout, expected: di
             print(name, layout, worst, parted[worst], moved, num_held, num_states)
             assert parted[worst] < 1e-8 * moved, f"{name}: {worst}"
             assert num_held <= 0.75 * num_states, name
+
+
+def _resumed(layout: Layout | None, *, begun: Path | None = None, saved: Path | None = None) -> dict[str, Tensor]:
+    """The weights after an epoch from a checkpoint, or from the start to one."""
+    trainer, _ = fitted(
+        layout,
+        partial(FusedGPT, "grouped"),
+        data=partial(tokens, vocabulary=63),
+        batches=2,
+        epochs=2 if begun else 1,
+        precision="64-true",
+        ckpt_path=begun,
+    )
+    if saved is not None:
+        trainer.save_checkpoint(saved)
+    return whole_state(trainer)
+
+
+def test_checkpoints_go_on_in_other_layouts(workers: WorkerPools, tmp_path: Path) -> None:
+    tensor, sharded = Layout(tp=2), Layout(dp=2, zero=3)
+    paths = {name: tmp_path / f"{name}.ckpt" for name in ("one", "tensor", "sharded")}
+    _resumed(None, saved=paths["one"])
+    workers(2).run(partial(_resumed, saved=paths["tensor"]), tensor)
+    workers(2).run(partial(_resumed, saved=paths["sharded"]), sharded)
+    expected = _resumed(None, begun=paths["one"])
+    found = [
+        *workers(2).run(partial(_resumed, begun=paths["one"]), tensor),
+        *workers(2).run(partial(_resumed, begun=paths["tensor"]), sharded),
+        _resumed(None, begun=paths["sharded"]),
+    ]
+    assert_same_state(found, expected, tolerance=1e-10)

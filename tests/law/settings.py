@@ -264,6 +264,9 @@ SETTINGS = {
     ),
     "kept-gathered": Setting(layout={"zero_settings": {"reshard_after_forward": False}}, fits=_at_stage_3),
     "whole-steps": Setting(layout={"zero_settings": {"optimizer_steps": "parameters"}}, fits=_stepped_in_parts),
+    "whole-steps-offloaded": Setting(
+        layout={"zero_settings": {**_OFFLOADED, "optimizer_steps": "parameters"}}, fits=_stepped_in_parts
+    ),
     "hybrid": Setting(layout={"zero_settings": {"shard_size": 2}}, fits=_in_groups),
     "plateau": Setting(optimizer=plateau, epochs=2, fits=_in_pipelines),
     "schedule-free": Setting(optimizer=schedule_free, fits=_by_replicas),
