@@ -53,7 +53,7 @@ LAYOUTS = (
 )
 
 ALL = tuple((name, layout) for name in ("two", "grouped") for layout in LAYOUTS)
-SOME = tuple((name, layout) for name in ("Adafactor", "Shampoo") for layout in LAYOUTS if layout.tp == 2 != layout.pp)
+SOME = tuple((name, layout) for name in ("Adafactor", "Shampoo") for layout in LAYOUTS if layout.tp == 2)
 
 
 class FusedGPT(TinyGPT):
@@ -79,7 +79,6 @@ class FusedGPT(TinyGPT):
         return OPTIMIZERS[self.name](self)
 
 
-@cache
 def _trained(name: str, layout: Layout | None) -> tuple[dict[str, Tensor], int]:
     """The weights, and the elements of states that this rank has."""
     settings = {} if name == "two" else {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
@@ -95,9 +94,14 @@ def _trained(name: str, layout: Layout | None) -> tuple[dict[str, Tensor], int]:
     return whole_state(trainer), sum(value.numel() for value in states if isinstance(value, Tensor))
 
 
+@cache
+def _in_one_process(name: str) -> tuple[dict[str, Tensor], int]:
+    return _trained(name, None)
+
+
 @pytest.mark.parametrize(("name", "layout"), [*ALL, *SOME], ids=str)
 def test_steps_as_one_process(workers: WorkerPools, name: str, layout: Layout) -> None:
-    expected, num_states = _trained(name, None)
+    expected, num_states = _in_one_process(name)
     L.seed_everything(1, verbose=False)
     initial = FusedGPT(name).state_dict()
     moved = max(float((expected[fqn] - value).abs().max()) for fqn, value in initial.items())
