@@ -127,14 +127,14 @@ def _resumed(layout: Layout | None, *, begun: Path | None = None, saved: Path | 
 
 
 def test_checkpoints_go_on_in_other_layouts(workers: WorkerPools, tmp_path: Path) -> None:
-    tensor, sharded = Layout(tp=2), Layout(dp=2, zero=3)
+    tensor, sharded = Layout(dp=2, tp=2, zero=1), Layout(dp=2, zero=3)
     paths = {name: tmp_path / f"{name}.ckpt" for name in ("one", "tensor", "sharded")}
     _resumed(None, saved=paths["one"])
-    workers(2).run(partial(_resumed, saved=paths["tensor"]), tensor)
+    workers(4).run(partial(_resumed, saved=paths["tensor"]), tensor)
     workers(2).run(partial(_resumed, saved=paths["sharded"]), sharded)
     expected = _resumed(None, begun=paths["one"])
     found = [
-        *workers(2).run(partial(_resumed, begun=paths["one"]), tensor),
+        *workers(4).run(partial(_resumed, begun=paths["one"]), tensor),
         *workers(2).run(partial(_resumed, begun=paths["tensor"]), sharded),
         _resumed(None, begun=paths["sharded"]),
     ]

@@ -22,6 +22,10 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _is_cut(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
     """This rank's share of what it holds of a parameter: some of its rows along dim 0, or all or nothing.
@@ -55,7 +59,7 @@ class RankShard:
     @property
     def steps_part(self) -> bool:
         """Whether optimizers step a part of it, which its states are of, too."""
-        return isinstance(self.parameter, DTensor) or self.is_sharded
+        return self.owner is None and (self.is_sharded or _is_cut(self.parameter))
 
     @property
     def stepped_shape(self) -> torch.Size:

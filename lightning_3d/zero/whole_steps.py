@@ -57,11 +57,6 @@ class WholeParameter(RankShard):
 
     @property
     @override
-    def steps_part(self) -> bool:
-        return False
-
-    @property
-    @override
     def stepped_shape(self) -> torch.Size:
         return self.parameter.shape
 
