@@ -106,7 +106,7 @@ class RankShard:
 
     def like_parameter(self, own: Tensor) -> Tensor:
         """A gradient or a state of what is stepped, placed as a part of the full parameter; others as they are."""
-        if not self.steps_part or own.shape != self.stepped_shape or isinstance(own, DTensor):
+        if self.is_all or self.owner is not None or own.shape != self.stepped_shape or isinstance(own, DTensor):
             return own
         mesh, placements = self._placements()
         shape = self.parameter.shape
