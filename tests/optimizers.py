@@ -77,6 +77,34 @@ class ScheduleFree(ByHand):
         self.state[parameter]["base"] = base.sub(gradient, alpha=group["lr"])
 
 
+class Switched(ScheduleFree):
+    """Has other weights for evaluations than it trains, where it must not step, as those of schedulefree."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr=lr)
+        self.eval()
+
+    def begin(self, group: dict[str, Any]) -> None:
+        assert group["trains"], "call train() first"
+        super().begin(group)
+
+    def train(self) -> None:
+        """Before steps."""
+        self._switch(trains=True, weight=-1.0)
+
+    def eval(self) -> None:
+        """Before evaluations."""
+        self._switch(trains=False, weight=0.5)
+
+    @torch.no_grad()
+    def _switch(self, *, trains: bool, weight: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group.get("trains") != trains else ():
+                if "base" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["base"], weight)
+            group["trains"] = trains
+
+
 class Derived(AdamW):
     """Its step and its base class's both have torch's hooks."""
 
@@ -118,6 +146,24 @@ class Shampoo(ByHand):
             state[name] = state.get(name, torch.eye(len(factor), dtype=factor.dtype, device=factor.device)) + factor
         left, right = (torch.linalg.inv(state[name]) for name in ("left", "right"))
         parameter.sub_((left @ matrix @ right).view(parameter.shape), alpha=group["lr"])
+
+
+class MuonByHand(ByHand):
+    """Muon for groups of matrices, signs with momentum for others, as one optimizer; Jordan et al. 2024.
+
+    Its Newton-Schulz iterations have the dtype of the parameters.
+    """
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        momentum = self.kept(parameter, "momentum").mul_(0.9).add_(gradient)
+        if not group["is_matrix"]:
+            parameter.sub_(torch.tanh(100 * momentum), alpha=0.1 * group["lr"])
+            return
+        step = momentum / momentum.norm()
+        for _ in range(5):
+            gram = step @ step.T
+            step = 3.4445 * step + (2.0315 * gram @ gram - 4.775 * gram) @ step
+        parameter.sub_(step, alpha=group["lr"])
 
 
 # ---- all parameters

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import (
     ASGD,
     LBFGS,
@@ -43,8 +43,9 @@ from tests.optimizers import (
     Sam,
     ScheduleFree,
     Shampoo,
+    Switched,
 )
-from tests.parity import Layout, fitted
+from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
 
 Make = Callable[[Any], Optimizer]
@@ -61,7 +62,7 @@ ROWS: dict[str, Make] = {
     **{make.__name__: make for make in (NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop)},
 }
 KINDS: dict[OptimizerKind, dict[str, Make]] = {
-    "rows": {**ROWS, **{make.__name__: make for make in (Lion, ScheduleFree, Derived)}},
+    "rows": {**ROWS, **{make.__name__: make for make in (Lion, ScheduleFree, Switched, Derived)}},
     "parameters": {make.__name__: make for make in (Lamb, Lars, Shampoo, Adafactor, Muon)},
     "all": {make.__name__: make for make in (ClippingAdam, Prodigy, LBFGS, Sam)},
 }
@@ -86,16 +87,14 @@ def test_torch_s_elementwise_optimizers_are_found_so_too(monkeypatch: pytest.Mon
 
 
 class Trained(TinyMLP):
-    """Stepped by another optimizer; of Muon's all parameters are matrices."""
+    """Stepped by another optimizer."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.make = {name: make for makes in KINDS.values() for name, make in makes.items()}[name]
-        for parameter in self.parameters():
-            parameter.requires_grad_(name != "Muon" or parameter.dim() > 1)
 
     def configure_optimizers(self) -> Any:
-        return self.make([parameter for parameter in self.parameters() if parameter.requires_grad])
+        return self.make(self.parameters())
 
 
 def _fit(name: str, layout: Layout) -> None:
@@ -104,9 +103,35 @@ def _fit(name: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("Lamb", Layout(dp=2, zero=3)), ("Muon", Layout(tp=2)), ("Prodigy", Layout(pp=2))],
+    [("ClippingAdam", Layout(dp=2, zero=3)), ("LBFGS", Layout(tp=2)), ("Prodigy", Layout(pp=2))],
     ids=str,
 )
-def test_others_are_refused_on_parts(workers: WorkerPools, name: str, layout: Layout) -> None:
-    with pytest.raises(WorkerError, match=rf"StepError: {name} (needs whole|steps all) parameters"):
+def test_those_that_step_all_are_refused_on_parts(workers: WorkerPools, name: str, layout: Layout) -> None:
+    with pytest.raises(WorkerError, match=rf"StepError: {name} steps all parameters"):
         workers(2).run(_fit, name, layout)
+
+
+class Evaluated(Trained):
+    """Switches its optimizer around evaluations."""
+
+    def on_train_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_start(self) -> None:
+        self.optimizers().eval()
+
+    def on_validation_end(self) -> None:
+        self.optimizers().train()
+
+
+def _evaluated(layout: Layout | None) -> tuple[dict[str, Tensor], float]:
+    trainer, _ = fitted(layout, partial(Evaluated, "Switched"), data=features)
+    return whole_state(trainer), float(trainer.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2), Layout(pp=2)], ids=str)
+def test_modes_of_schedule_free_ones(workers: WorkerPools, layout: Layout) -> None:
+    weights, loss = _evaluated(None)
+    for of_rank, found in workers(2).run(_evaluated, layout):
+        assert_same_state([of_rank], weights)
+        assert found == pytest.approx(loss, abs=1e-5)

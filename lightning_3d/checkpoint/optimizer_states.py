@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.box import TensorInfo, state_share
@@ -134,7 +133,7 @@ def _empty_state(parameter: nn.Parameter, info: TensorInfo, shard: RankShard) ->
         return shard.like_parameter(shard.empty_state(info.dtype))
     if math.prod(info.shape) == 1:  # a step count; torch moves it off the CPU where it has to be elsewhere
         return torch.empty(info.shape, dtype=info.dtype)
-    if isinstance(parameter, DTensor) or shard.is_sharded:
+    if shard.steps_part:
         raise CheckpointError(
             f"an optimizer state of shape {info.shape} belongs to a sharded parameter of shape "
             f"{tuple(parameter.shape)}: only states of the parameter's shape and scalars can be sharded"
@@ -188,9 +187,9 @@ def optimizer_state(
         shard = shard_of(parameter, shards)
         for name, value in values.items():
             if isinstance(value, Tensor):
-                if parameter in shards and value.shape != shard.own(parameter).shape:
+                if parameter in shards and value.shape != shard.stepped_shape:
                     apart.add(name)
-            elif (isinstance(parameter, DTensor) or shard.is_sharded) and _holds_more(value):
+            elif shard.steps_part and _holds_more(value):
                 raise CheckpointError(
                     f"state {name!r} of {fqn} in {kind} is a {type(value).__name__}, and this rank steps a part of that"
                     " parameter: there only states that are tensors and plain values can be saved. Use"

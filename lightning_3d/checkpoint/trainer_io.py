@@ -111,7 +111,7 @@ class ThreeDCheckpointIO(CheckpointIO):
 
     @property
     def _shards(self) -> Shards:
-        return NO_SHARDS if self._zero is None else self._zero.shards
+        return NO_SHARDS if self._zero is None else self._zero.stepped
 
     @property
     def _is_users(self) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.box import Box, boxes
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.planning.optimizer_plan import KindFound, OptimizerPlan
@@ -19,9 +21,13 @@ from lightning_3d.run.decide.requirements import check_optimizers
 from lightning_3d.run.parallel.offload import offloaded_steps
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.pending_gradients import gradients_seen
+from lightning_3d.sharding.placement import interleaved_parameters
 from lightning_3d.torch_internals.patches import replaced
+from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.local_steps import LocalSteps
-from lightning_3d.zero.optimizer_kind import is_known
+from lightning_3d.zero.optimizer_kind import OptimizerKind, is_known
+from lightning_3d.zero.owners import kinds_of
+from lightning_3d.zero.whole_steps import WholeParameter, WholeSteps, whole_parameters
 
 
 class TrainedOptimizers:
@@ -47,6 +53,8 @@ class TrainedOptimizers:
         kinds = check_optimizers(optimizers, module, mesh, config.zero, device)
         with ExitStack() as undone:
             zero.assign_shards(kinds)
+            whole = _whole_parameters(zero, kinds, context)
+            zero.whole = {shard.parameter: shard for shard in whole}
             planned = (
                 OptimizerPlan(name=type(optimizer).__name__, kind=kind, found=_how_found(optimizer, config.zero))
                 for optimizer, kind in kinds.items()
@@ -60,6 +68,7 @@ class TrainedOptimizers:
                 check=precision.refuse_unchecked,
                 offload=offloaded_steps(config.zero, zero, device),
                 masters=masters,
+                whole=WholeSteps(whole, device),
                 alike=TPReplicaSync(mesh.group("tp")) if mesh.shape.tp > 1 else None,
             )
             undone.enter_context(self._steps.hooked(optimizers))
@@ -87,6 +96,24 @@ class TrainedOptimizers:
     def close(self) -> None:
         """Let optimizers step as torch's do."""
         self._undone.close()
+
+
+def _whole_parameters(
+    zero: Zero, kinds: Mapping[Optimizer, OptimizerKind], context: RunContext
+) -> list[WholeParameter]:
+    """The parameters that this rank steps whole though it holds a part of them; every rank calls it."""
+    if "parameters" not in kinds.values():
+        return []
+    parts, steps = interleaved_parameters(context.module), kinds_of(zero.shards, kinds)
+    parts_of = {parameter: parts.get(fqn) for fqn, parameter in context.module.named_parameters()}
+
+    def boxes_of(parameter: nn.Parameter, coordinate: Sequence[int]) -> list[Box]:
+        assert isinstance(parameter, DTensor), "it is cut"
+        shape, placements = parameter.device_mesh.shape, parameter.placements
+        return boxes(parameter.shape, shape, coordinate, placements, parts_of[parameter])
+
+    cut = [p for p, shard in zero.shards.items() if steps[p] == "parameters" and not shard.owned_by_other]
+    return whole_parameters(cut, context.mesh, boxes_of)
 
 
 def _how_found(optimizer: Optimizer, config: ZeroConfig) -> KindFound:

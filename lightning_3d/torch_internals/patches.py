@@ -93,6 +93,9 @@ OF_OBJECTS: Mapping[str, Patch] = {
     ),
     "epochs": Patch("the Trainer's epoch loop", "on_run_start, reset", "an epoch goes on where it was", "teardown"),
     "rest of an epoch": Patch("the Trainer's fit loop", "run", "an epoch that was cut is not complete", "teardown"),
+    "modes of optimizers": Patch(
+        "optimizers that have them", "train, eval", "schedule-free ones move parameters outside of steps", "teardown"
+    ),
     "stops": Patch("the Trainer's epoch loop", "on_advance_end", "one rank alone may stop", "teardown"),
     "cluster": Patch(
         "the cluster environment",

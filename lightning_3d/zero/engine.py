@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from lightning_3d.torch_internals.dispatch import foreach_multiply
 from lightning_3d.zero.master_weights import is_half
 from lightning_3d.zero.offload.store import Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind
-from lightning_3d.zero.shard import RankShard, plain
+from lightning_3d.zero.shard import RankShard, Shards, plain
 
 
 class RankModule(nn.Module):
@@ -68,7 +69,9 @@ class Zero(ABC):
         self.root = RankModule(module)
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients, in no `grad`
         self.shards: dict[nn.Parameter, RankShard] = {}
-        """Parameters that this rank holds -> the part that its optimizers step."""
+        """Parameters that this rank holds -> its part of the reduced gradient, which its optimizers step."""
+        self.whole: dict[nn.Parameter, RankShard] = {}
+        """Those of them of which optimizers step not this part, but the whole parameter, on its owner."""
         self.num_sharing = 1
         """Data-parallel ranks that share what is stepped."""
         self.owners: dict[nn.Parameter, int] = {}
@@ -77,6 +80,11 @@ class Zero(ABC):
         """Holds parameters that do not lie on the device."""
         self.shows_gradients = True
         """Whether the user's code may look at gradients before the optimizer's step, so that they have to be whole."""
+
+    @property
+    def stepped(self) -> Shards:
+        """Parameters that this rank holds -> what its optimizers step, of which it has states."""
+        return ChainMap(self.whole, self.shards) if self.whole else self.shards
 
     @property
     def gathers(self) -> tuple[str, ...]:
@@ -92,7 +100,10 @@ class Zero(ABC):
 
     def keep_states(self, new_state: Callable[[torch.Size, torch.dtype], Tensor]) -> None:
         """Let optimizer states that come from checkpoints lie in memory made so."""
-        self.shards = {p: replace(shard, new_state=new_state) for p, shard in self.shards.items()}
+        self.shards, self.whole = (
+            {parameter: replace(shard, new_state=new_state) for parameter, shard in shards.items()}
+            for shards in (self.shards, self.whole)
+        )
 
     # ---- a step
 

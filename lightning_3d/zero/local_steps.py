@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
+from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import Arguments
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
@@ -30,6 +32,7 @@ from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.windows import Part
 from lightning_3d.zero.shard import plain
 from lightning_3d.zero.swapped import StandIns, Swapped
+from lightning_3d.zero.whole_steps import GatheredParameters, WholeSteps
 
 
 class LocalSteps:
@@ -39,6 +42,7 @@ class LocalSteps:
         check: Called with an optimizer before its step; raises if it must not step now.
         offload: Steps them elsewhere than on the device, if that is wanted.
         masters: Steps 16-bit parameters in fp32, if that is wanted.
+        whole: Brings whole parameters to their owners.
         alike: Keeps what tensor parallel does not shard the same on its ranks; not in host memory.
     """
 
@@ -49,10 +53,12 @@ class LocalSteps:
         check: Callable[[Optimizer], None],
         offload: OffloadedSteps | None,
         masters: MasterWeights | None,
+        whole: WholeSteps,
         alike: TPReplicaSync | None,
     ) -> None:
         self._check, self._alike = check, alike
         self._zero, self._offload, self._masters = zero, offload, masters
+        self._whole, self._gathered = whole, dict[Optimizer, GatheredParameters]()
         self._parts = StandIns()
         self._swapped: dict[Optimizer, Swapped] = {}
         self._lent: dict[Optimizer, list[nn.Parameter]] = {}  # parameters that are stepped in fp32 now
@@ -69,7 +75,9 @@ class LocalSteps:
         hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         hooks += [first_step_post_hook(optimizer, self._after) for optimizer in optimizers]
         try:
-            with self._loading(optimizers):
+            with self._loading(optimizers), ExitStack() as stack:
+                for optimizer in optimizers:
+                    stack.enter_context(self._switching(optimizer))
                 yield
         finally:
             for hook in hooks:
@@ -93,13 +101,14 @@ class LocalSteps:
         """Make master weights where they are to lie, one after the other, and move all other states there."""
         assert self._offload is not None
         for parameter in self._parameters(optimizer):
-            if parameter.requires_grad and not self._zero.shards[parameter].owned_by_other:
+            is_here = not self._zero.stepped[parameter].owned_by_other
+            if parameter.requires_grad and is_here and parameter not in self._zero.whole:
                 self._make_master(optimizer, parameter, self._offload)
         self._offload.to_host(optimizer)
 
     def _make_master(self, optimizer: Optimizer, parameter: nn.Parameter, offload: OffloadedSteps) -> None:
         if self._masters is not None and self._is_widened(parameter):
-            own = self._zero.shards[parameter].own(parameter)
+            own = self._own(optimizer, parameter)
             if self._masters.make(optimizer, parameter, own):
                 offload.to_host(optimizer, parameter)
 
@@ -115,13 +124,17 @@ class LocalSteps:
         for parameter, state in list(optimizer.state.items()):
             if not isinstance(parameter, nn.Parameter) or parameter not in self._zero.shards:
                 continue
-            if self._zero.shards[parameter].owned_by_other:
+            own = (
+                partial(self._whole.own, parameter)
+                if parameter in self._zero.whole
+                else self._zero.shards[parameter].own
+            )
+            full = {k: own(v) for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+            if self._zero.stepped[parameter].owned_by_other:
                 del optimizer.state[parameter]
             else:
-                own = self._zero.shards[parameter].own
-                full = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
                 dtype = torch.float32 if self._is_widened(parameter) else None
-                state.update((key, own(value).to(dtype or value.dtype, copy=True)) for key, value in full.items())
+                state.update((key, value.to(dtype or value.dtype, copy=True)) for key, value in full.items())
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         self._depth[optimizer] += 1
@@ -136,7 +149,7 @@ class LocalSteps:
             return args, kwargs
 
         def run() -> object:
-            self._put_back(optimizer)  # a closure may be called again
+            self._finish(optimizer)  # a closure may be called again
             self._unfinished.discard(optimizer)  # it trains, too
             result = closure()
             self._enter(optimizer)
@@ -151,13 +164,32 @@ class LocalSteps:
         if self._depth[optimizer] > 0:
             return
         del self._depth[optimizer]
-        self._put_back(optimizer)
-        if self._offload is not None:
-            self._offload.finish()
+        self._finish(optimizer)
         parameters = self._parameters(optimizer)
         self._zero.all_gather_params(_trained(parameters))
         self._zero.drop_gradients([*parameters, *self._unused()])
         self._unfinished.discard(optimizer)
+
+    def _switching(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Let ``train()`` and ``eval()`` of a schedule-free optimizer, which move parameters, see what it steps."""
+        methods = {name: found for name in ("train", "eval") if callable(found := getattr(optimizer, name, None))}
+        switches = {name: partial(self._switch, optimizer, method) for name, method in methods.items()}
+        return replaced("modes of optimizers", optimizer, switches)
+
+    def _switch(self, optimizer: Optimizer, method: Callable[..., object], *args: object) -> object:
+        """Run such a method; every rank calls it."""
+        if optimizer in self._depth:
+            return method(*args)
+        self._zero.wait_params()
+        self._gather(optimizer, steps=False)
+        self._swap(optimizer, steps=False)
+        try:
+            result = method(*args)
+        finally:
+            self._put_back(optimizer)
+        self._finish(optimizer)
+        self._zero.all_gather_params(_trained(self._parameters(optimizer)))
+        return result
 
     def _unused(self) -> list[nn.Parameter]:
         """Parameters of no optimizer, which may get one: their gradients until then are not to be stepped."""
@@ -169,27 +201,42 @@ class LocalSteps:
         self._unfinished.add(optimizer)
         self._zero.wait_params()
         self._zero.sync_stray_grads()
+        self._gather(optimizer, steps=True)
         if self._offload is not None:
             parts = self._offloaded(optimizer, self._offload)
             self._swapped[optimizer] = self._offload.enter(optimizer, parts)
-            return
+        elif self._alike is not None:
+            self._alike.before_step(optimizer, self._swap(optimizer, steps=True))
+        else:
+            self._swap(optimizer, steps=True)
+
+    def _gather(self, optimizer: Optimizer, *, steps: bool) -> None:
+        """Bring cut parameters to their owners: those that it steps, or all."""
+        cut = [parameter for parameter in self._parameters(optimizer) if parameter in self._zero.whole]
+        gradients = {p: own for p in cut if steps and (own := self._zero.gradient(p)) is not None}
+        self._gathered[optimizer] = self._whole.gather(gradients if steps else cut, gradients)
+
+    def _swap(self, optimizer: Optimizer, *, steps: bool) -> list[Tensor]:
+        """Give an optimizer this rank's parts; returns those that tensor parallel does not shard."""
         swapped: dict[nn.Parameter, nn.Parameter | None] = {}
         whole: list[Tensor] = []
         with DisableTorchFunctionSubclass():  # of parameters as they are held
             for parameter in self._parameters(optimizer):
-                if self._zero.shards[parameter].owned_by_other:
+                if self._is_elsewhere(optimizer, parameter):
                     swapped[parameter] = None
                     continue
-                gradient = self._gradient(parameter)
-                part = self._part(optimizer, parameter, widens=gradient is not None)
+                gradient = self._gradient(optimizer, parameter) if steps else None
+                if gradient is not None and self._is_widened(parameter):
+                    gradient = gradient.float()
+                widens = gradient is not None if steps else bool(optimizer.state.get(parameter))
+                part = self._part(optimizer, parameter, widens=widens)
                 if parameter.requires_grad and not is_shard(parameter, "tp"):
                     whole.append(part)
                 if part is not parameter:
                     part.grad = gradient
                     swapped[parameter] = part
-        if self._alike is not None:
-            self._alike.before_step(optimizer, whole)
         self._swapped[optimizer] = Swapped(optimizer, swapped)
+        return whole
 
     def _offloaded(self, optimizer: Optimizer, offload: OffloadedSteps) -> list[Part]:
         parts: list[Part] = []
@@ -198,20 +245,33 @@ class LocalSteps:
                 rounded: Tensor | None = None
                 if parameter not in self._zero.shards:
                     part, gradient = parameter, parameter.grad
-                elif self._zero.shards[parameter].owned_by_other:
+                elif self._is_elsewhere(optimizer, parameter):
                     continue
-                elif (gradient := self._zero.gradient(parameter)) is not None:
+                elif (gradient := self._gradient(optimizer, parameter)) is not None:
                     self._make_master(optimizer, parameter, offload)  # of a group that was added in training
                     part = self._part(optimizer, parameter, widens=True)
                     if self._masters is not None and self._is_widened(parameter):
-                        rounded = self._zero.shards[parameter].own(parameter)
+                        rounded = self._own(optimizer, parameter)
                 if gradient is not None:
                     parts.append(Part(parameter=parameter, values=part, gradient=gradient, rounded=rounded))
         return parts
 
-    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        gradient = self._zero.gradient(parameter)
-        return gradient.float() if gradient is not None and self._is_widened(parameter) else gradient
+    def _is_elsewhere(self, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
+        """Whether this rank does not step it now, but its owner does if it has a gradient."""
+        if parameter in self._zero.whole:
+            return parameter not in self._gathered[optimizer].values
+        return self._zero.shards[parameter].owned_by_other
+
+    def _own(self, optimizer: Optimizer, parameter: nn.Parameter) -> Tensor:
+        """The values of what this rank steps."""
+        if parameter in self._zero.whole:
+            return self._gathered[optimizer].values[parameter]
+        return self._zero.shards[parameter].own(parameter)
+
+    def _gradient(self, optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | None:
+        if parameter in self._zero.whole:
+            return self._gathered[optimizer].gradients[parameter]
+        return self._zero.gradient(parameter)
 
     def _part(self, optimizer: Optimizer, parameter: nn.Parameter, *, widens: bool) -> nn.Parameter:
         """The parameter that the optimizer steps.
@@ -219,12 +279,11 @@ class LocalSteps:
         Args:
             widens: Whether in fp32, if that is wanted: not where it steps nothing, as of frozen parameters.
         """
-        shard = self._zero.shards[parameter]
-        own = shard.own(parameter)
+        own = self._own(optimizer, parameter)
         if widens and self._masters is not None and self._is_widened(parameter):
             self._lent.setdefault(optimizer, []).append(parameter)
             return self._masters.checkout(optimizer, parameter, own, follows=self._offload is None)
-        return parameter if shard.is_all else self._parts.of(parameter, own)
+        return parameter if self._zero.shards[parameter].is_all else self._parts.of(parameter, own)
 
     def refuse_unfinished(self) -> None:
         """Where the user's code goes on after a step that an exception has left.
@@ -242,6 +301,7 @@ class LocalSteps:
         """Give an optimizer the module's parameters back, if its step failed."""
         del self._depth[optimizer]
         self._put_back(optimizer)
+        self._gathered.pop(optimizer, None)
 
     def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
@@ -251,8 +311,20 @@ class LocalSteps:
             swapped.back()
         for parameter in self._lent.pop(optimizer, ()):
             assert self._masters is not None
-            own = self._zero.shards[parameter].own(parameter)
-            self._masters.commit(optimizer, parameter, own, rounds=self._offload is None)
+            own = self._own(optimizer, parameter)
+            self._masters.commit(
+                optimizer, parameter, own, rounds=self._offload is None or optimizer not in self._unfinished
+            )
+
+    def _finish(self, optimizer: Optimizer) -> None:
+        """After a step on all ranks: put back, and give new values of whole parameters to all that hold pieces."""
+        self._put_back(optimizer)
+        if self._offload is not None:
+            self._offload.finish()
+        if (gathered := self._gathered.pop(optimizer, None)) is not None:
+            widened = {p: values for p, values in gathered.values.items() if self._is_widened(p)}
+            others = {p: self._parts.let_go(p) for p in gathered.values if p not in widened}
+            self._whole.give_back({**widened, **others}, gathered.pieces)
 
 
 def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

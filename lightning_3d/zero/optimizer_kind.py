@@ -185,6 +185,8 @@ def _try(optimizer: Optimizer, settings: dict[str, object], groups: Sequence[Seq
     parameters = [[nn.Parameter(_new(values)) for values, _ in group] for group in groups]
     copied = _copied(optimizer)
     copied.param_groups = [{**copy.deepcopy(settings), "params": group} for group in parameters]
+    if callable(train := getattr(copied, "train", None)):  # schedule-free ones step in this mode alone
+        train()
     for step in range(_STEPS):
         for parameter, (_, gradients) in zip(chain(*parameters), chain(*groups), strict=True):
             parameter.grad = _new(gradients[step])

@@ -22,6 +22,10 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _is_cut(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and not all(placement.is_replicate() for placement in tensor.placements)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
     """This rank's share of what it holds of a parameter: some of its rows along dim 0, or all or nothing.
@@ -51,6 +55,16 @@ class RankShard:
     def owned_by_other(self) -> bool:
         """Whether another rank steps all of it, so that this one's optimizers do not know it."""
         return self.owner is not None and self.owner != self.rank
+
+    @property
+    def steps_part(self) -> bool:
+        """Whether optimizers step a part of it, which its states are of, too."""
+        return self.owner is None and (self.is_sharded or _is_cut(self.parameter))
+
+    @property
+    def stepped_shape(self) -> torch.Size:
+        """Of what this rank's optimizers step."""
+        return self.own(self.parameter).shape
 
     @cached_property
     def num_rows(self) -> int:
@@ -92,9 +106,7 @@ class RankShard:
 
     def like_parameter(self, own: Tensor) -> Tensor:
         """A gradient or a state of what is stepped, placed as a part of the full parameter; others as they are."""
-        if not isinstance(self.parameter, DTensor) and not self.is_sharded:
-            return own
-        if own.shape != self.own(self.parameter).shape or isinstance(own, DTensor):
+        if self.is_all or self.owner is not None or own.shape != self.stepped_shape or isinstance(own, DTensor):
             return own
         mesh, placements = self._placements()
         shape = self.parameter.shape

@@ -313,8 +313,12 @@ def _held(case: Case, layout: Layout, plan: Plan, ranks: Sequence[Run], referenc
         for stage in range(layout.pp):
             if plan.holds(stage, name):
                 first = stage * per_stage
-                count = number / full.numel()
-                yield from _states(name, full, count, sharded.get(name), layout, is_whole, ranks[first:])
+                count, dim = number / full.numel(), sharded.get(name)
+                of_stage = ranks[first : first + per_stage]
+                if dim is not None and any(optimizer.kind == "parameters" for optimizer in plan.optimizers):
+                    yield from _owned(name, number, layout, of_stage)
+                else:
+                    yield from _states(name, full, count, dim, layout, is_whole, of_stage)
 
 
 def _states(
@@ -332,6 +336,14 @@ def _states(
         total = expected * (layout.num_state if is_whole else layout.num_state // _sharing(layout))
         if sum(of_replicas) != total or (is_whole and max(of_replicas) != expected):
             yield f"replicas hold {of_replicas} elements of optimizer states of {name}, planned {total} in all"
+
+
+def _owned(name: str, number: int, layout: Layout, ranks: Sequence[Run]) -> Iterator[str]:
+    """One of the ranks of a stage that share a parameter which tensor parallel cuts has all of its states."""
+    held = [run.held.optimizer_state.get(name, 0) for run in ranks]
+    num_owners = layout.num_state if layout.zero == 0 else layout.num_state // _sharing(layout)
+    if sorted(held, reverse=True) != [number] * num_owners + [0] * (len(held) - num_owners):
+        yield f"ranks hold {held} elements of optimizer states of {name}, planned {number} on {num_owners} of them"
 
 
 def _parameters(ranks: Sequence[Run]) -> set[str]:

@@ -135,11 +135,7 @@ def _at_stage_3(layout: Layout) -> bool:
 
 
 def _stepped_in_parts(layout: Layout) -> bool:
-    return layout.dp > 1 and layout.zero in (1, 2)
-
-
-def _on_whole_parameters(layout: Layout) -> bool:
-    return layout.tp == 1 and (layout.dp == 1 or layout.zero < 3)
+    return layout.tp > 1 or (layout.dp * layout.cp > 1 and layout.zero > 0)
 
 
 def _by_replicas_alone(layout: Layout) -> bool:
@@ -268,15 +264,17 @@ SETTINGS = {
     ),
     "kept-gathered": Setting(layout={"zero_settings": {"reshard_after_forward": False}}, fits=_at_stage_3),
     "whole-steps": Setting(layout={"zero_settings": {"optimizer_steps": "parameters"}}, fits=_stepped_in_parts),
+    "whole-steps-offloaded": Setting(
+        layout={"zero_settings": {**_OFFLOADED, "optimizer_steps": "parameters"}}, fits=_stepped_in_parts
+    ),
     "hybrid": Setting(layout={"zero_settings": {"shard_size": 2}}, fits=_in_groups),
     "plateau": Setting(optimizer=plateau, epochs=2, fits=_in_pipelines),
     "schedule-free": Setting(optimizer=schedule_free, fits=_by_replicas),
     "nadam": Setting(optimizer=nadam, tolerance=1e-2, fits=_at_stage_3),
-    "lars": Setting(optimizer=lars, tolerance=1e-2, fits=_on_whole_parameters, job={"gradient_clip_val": 0.1}),
+    "lars": Setting(optimizer=lars, tolerance=1e-2, job={"gradient_clip_val": 0.1}),
     "shampoo-resumed": Setting(
         optimizer=shampoo,
         tolerance=1e-2,
-        fits=_on_whole_parameters,
         epochs=2,
         is_resumed=True,
         layout={"save_distributed_checkpoint": True},

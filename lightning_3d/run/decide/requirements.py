@@ -249,17 +249,11 @@ def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShap
     """Layouts in which a rank has not what an optimizer has to see of parameters in one step."""
     name = type(optimizer).__name__
     together = f"{name} steps all parameters together, or runs training_step several times per step, but with"
-    if kind == "all" and shape.is_model_parallel:
+    if kind == "all" and (shape.is_model_parallel or (config.stage == 3 and shape.size("state") > 1)):
         yield (
-            f"{together} pipeline_parallel_size={shape.pp} and tensor_parallel_size={shape.tp} no rank has them all."
-            " Use another optimizer, or size 1 for both; or set zero.optimizer_steps if it does not."
-        )
-    if kind != "rows" and (shape.tp > 1 or (config.stage == 3 and shape.size("state") > 1)):
-        yield (
-            f"{name} needs whole parameters (it does not work element by element), but with"
-            f" tensor_parallel_size={shape.tp} and zero.stage={config.stage} on {shape.size('state')} ranks each has a"
-            " part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
-            " zero.optimizer_steps='rows' if it does work element by element."
+            f"{together} pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp} and"
+            f" zero.stage={config.stage} on {shape.size('state')} ranks no rank has them all. Use another optimizer, or"
+            " size 1 for both and zero.stage<=2; or set zero.optimizer_steps if it does not."
         )
     if config.offload_optimizer != "none" and kind == "all":
         yield (
