@@ -341,7 +341,8 @@ class Expert(nn.Module):
         output = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             where = (chosen == i).nonzero(as_tuple=True)  # its length depends on the data
-            output = output.index_put(where, expert(x[where]) * weights[where][:, i, None])
+            given = expert(x[where]) * weights[where][:, i, None]
+            output = output.index_put(where, given.to(output.dtype))  # autocast's may be another
         return x + output
 
 

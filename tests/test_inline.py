@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d import ConfigError, ThreeDStrategy
+from lightning_3d.pipeline.inline.objects import changed_state, set_state, state_of
 from tests.law import habits
 from tests.law.models.inline import Carrying, Penalised, Reading
 from tests.models import TinyMLP, features
@@ -234,3 +235,18 @@ def _evaluated(layout: Layout | None) -> float:
 def test_validation_after_a_fit_gives_what_one_process_gives(workers: WorkerPools) -> None:
     (expected,) = workers(1).run(_evaluated, None)
     assert workers(2).run(_evaluated, Layout(pp=2, mode="inline")) == [expected] * 2
+
+
+class Notes:
+    """What layers share, and no pytree looks into."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def test_changes_of_objects_are_found_where_a_call_also_fills_a_dict() -> None:
+    own, other = ((dict[str, Tensor](), Notes()) for _ in range(2))
+    before = state_of(own, {})
+    own[0]["keys"], own[1].count = torch.ones(1), 1
+    set_state(other, {}, changed_state(before, state_of(own, {})))
+    assert other[1].count == 1

@@ -478,7 +478,7 @@ HABITS = {
         needs="compute_loss",
     ),
     "clips": Habit(mixin=Clips, skips=frozenset({"unseen"})),
-    "averages": Habit(callbacks=lambda: [Averages()], skips=_RESUMED),
+    "averages": Habit(callbacks=lambda: [Averages()], skips=_RESUMED | {"double"}),  # copies are made before it is
     "ema": Habit(
         callbacks=lambda: [EMAWeightAveraging(decay=0.5)],
         skips=_RESUMED,

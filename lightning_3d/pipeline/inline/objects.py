@@ -14,15 +14,14 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 State = Mapping[tuple[int, str], object]
-"""Place of an object among the arguments' leaves, and name of an attribute -> a plain value, or a list of tensors."""
+"""Place of an object among those of the arguments, and name of an attribute -> a plain value, or a list of tensors."""
 
 
 def state_of(args: tuple[object, ...], kwargs: dict[str, object]) -> State:
     """The attributes of objects among the arguments of a call of which other ranks are told, if they change."""
     return {
         (i, name): list(value) if isinstance(value, list) else value
-        for i, leaf in enumerate(tree_leaves((args, kwargs)))
-        if is_opaque(leaf)
+        for i, leaf in enumerate(_objects_in(args, kwargs))
         for name, value in vars(leaf).items()
         if isinstance(value, PLAIN)
         or (isinstance(value, list) and all(isinstance(item, (Tensor, type(None))) for item in value))
@@ -36,10 +35,15 @@ def changed_state(before: State, now: State) -> State:
 
 def set_state(args: tuple[object, ...], kwargs: dict[str, object], changed: State) -> None:
     """Let objects among the arguments have what a call changed; lists stay the objects that they are."""
-    leaves = tree_leaves((args, kwargs)) if changed else []
+    objects = _objects_in(args, kwargs) if changed else []
     for (i, name), value in changed.items():
-        attributes = vars(leaves[i])
+        attributes = vars(objects[i])
         if isinstance(value, list) and isinstance(attributes.get(name), list):
             attributes[name][:] = value
         else:
             attributes[name] = value
+
+
+def _objects_in(args: tuple[object, ...], kwargs: dict[str, object]) -> list[object]:
+    """In an order that tensors which a call puts into a dict do not change."""
+    return [leaf for leaf in tree_leaves((args, kwargs)) if is_opaque(leaf)]
