@@ -1,4 +1,4 @@
-"""What crosses from one pipeline stage to the next: slices of sequences, each to the rank with the same slice.
+"""Slices of sequences between pipeline stages: each rank sends its own to the rank with the same slice.
 
 Both stages know by the trace alone how a tensor crosses, in whatever form the sender has it, so that no message tells.
 """
@@ -24,7 +24,7 @@ def placement_between_stages(trace: Trace, i: int, dims: SequenceDims, size: int
 
 
 def slice_between_stages(trace: Trace, i: int, dims: SequenceDims, size: int, rank: int = 0) -> TensorMeta:
-    """What a rank sends and receives of it; the first rank most."""
+    """The part of such a tensor that a rank sends and receives; the first rank has most."""
     at, meta = placement_between_stages(trace, i, dims, size), trace.tensors[i]
     if at is None:
         return meta

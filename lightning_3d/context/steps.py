@@ -106,7 +106,7 @@ class ContextSteps:
             return self._whole(tensor)  # type: ignore[no-any-return]
 
     def crossing(self, trace: Trace, i: int) -> TensorMeta:
-        """What this rank sends to the next stage of a tensor, and receives; i: its id in the trace."""
+        """The part of a tensor that this rank sends to the next stage, or receives; i: its id in the trace."""
         return slice_between_stages(trace, i, self._dims, self._axis.size, self._axis.rank)
 
     def sent(self, trace: Trace, i: int, tensor: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class ContextSteps:
             return self._interpreter.moved(tensor, at)
 
     def received(self, trace: Trace, i: int, tensor: Tensor) -> Tensor:
-        """What was sent so, in a step that runs."""
+        """A tensor that was sent so, as a step that runs has it."""
         at = placement_between_stages(trace, i, self._dims, self._axis.size)
         if at is None:
             return tensor
@@ -224,6 +224,6 @@ class ContextSteps:
 
 
 def _own(leaf: Any) -> Any:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     leaf = opened(leaf)
     return leaf.own() if isinstance(leaf, ShardedTensor) else leaf

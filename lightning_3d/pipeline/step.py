@@ -65,7 +65,7 @@ class Stages:
     returns whether it can."""
 
     def crossing(self, flow: StageFlow, ids: tuple[int, ...]) -> tuple[TensorMeta, ...]:
-        """What this rank sends of tensors with these ids from one stage to the next, and receives."""
+        """The parts of tensors, by their ids, that this rank sends from one stage to the next, or receives."""
         return flow.metas(ids) if self.context is None else tuple(self.context.crossing(flow.trace, i) for i in ids)
 
 

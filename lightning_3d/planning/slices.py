@@ -39,5 +39,5 @@ def on_slices(storages: StepStorages, first: int, size: int) -> StepStorages:
 
 
 def between_stages(trace: Trace, ids: Iterable[int], dims: SequenceDims, size: int) -> tuple[TensorMeta, ...]:
-    """What the rank with the longest slice of `size` sends of tensors with these ids to the next stage."""
+    """The parts of tensors, by their ids, that the rank with the longest slice of `size` sends to the next stage."""
     return tuple(slice_between_stages(trace, i, dims, size) for i in ids)
