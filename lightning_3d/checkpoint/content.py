@@ -22,7 +22,6 @@ from torch import Tensor
 from lightning_3d.checkpoint.box import Share, is_part, state_share
 from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.distributed.agreement import gather_objects
-from lightning_3d.errors import CheckpointError
 from lightning_3d.sharding.placement import InterleavedShard, order_of
 
 TreePath = tuple[str | int, ...]
