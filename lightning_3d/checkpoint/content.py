@@ -22,7 +22,6 @@ from torch import Tensor
 from lightning_3d.checkpoint.box import Share, is_part, state_share
 from lightning_3d.checkpoint.collective_errors import collective_errors
 from lightning_3d.distributed.agreement import gather_objects
-from lightning_3d.errors import CheckpointError
 from lightning_3d.sharding.placement import InterleavedShard, order_of
 
 TreePath = tuple[str | int, ...]
@@ -73,7 +72,8 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, InterleavedSha
         for section, state in zip(sections(len(optimizers)), optimizers, strict=True):
             for fqn, states in state["state"].items():
                 for name, value in states.items():
-                    values[section, "state", fqn, name] = _saved_state(fqn, name, value, parts.get(fqn))
+                    share = state_share(value, parts.get(fqn)) if isinstance(value, Tensor) else value
+                    values[section, "state", fqn, name] = share
             if dist.get_rank() == 0:
                 values[section, "param_groups"] = state["param_groups"]
     metadata = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
@@ -87,18 +87,6 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, InterleavedSha
         return torch.empty(node.shape, dtype=node.dtype, device="meta")
 
     return Content(values=values, metadata=changed(metadata, apart))
-
-
-def _saved_state(fqn: str, name: str, value: object, parts: InterleavedShard | None) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    share = state_share(value, parts)
-    if parts is not None and value.numel() > 1 and share.parts is None:
-        raise CheckpointError(
-            f"state {name!r} of {fqn} has shape {tuple(value.shape)}: of a weight that is sharded in parts of"
-            f" {parts.sizes} features, only states of the weight's own shape can be saved"
-        )
-    return share
 
 
 def _partial_on_any_rank(metadata: dict[str, object]) -> set[TreePath]:

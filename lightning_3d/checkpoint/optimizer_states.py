@@ -182,13 +182,18 @@ def optimizer_state(
         if packed["state"].get(number) and not parameter.is_meta
     ]
     # Names of states that are no rows of their parameters, though some may have their shape by chance.
-    apart = set[str]()
+    apart, parts = set[str](), interleaved_parameters(module)
     for fqn, parameter, values in held:
         shard = shard_of(parameter, shards)
         for name, value in values.items():
             if isinstance(value, Tensor):
                 if parameter in shards and value.shape != shard.stepped_shape:
                     apart.add(name)
+                    if fqn in parts and shard.steps_part and value.numel() > 1:
+                        raise CheckpointError(
+                            f"state {name!r} of {fqn} has shape {tuple(value.shape)}: of a weight that is sharded in"
+                            f" parts of {parts[fqn].sizes} features, only states of the weight's own shape can be saved"
+                        )
             elif shard.steps_part and _holds_more(value):
                 raise CheckpointError(
                     f"state {name!r} of {fqn} in {kind} is a {type(value).__name__}, and this rank steps a part of that"

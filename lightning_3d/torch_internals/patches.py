@@ -53,6 +53,9 @@ PROCESS_WIDE: Mapping[str, Patch] = {
     "schedulers": Patch(
         "the class of the user's module", "lr_scheduler_step", "a step that overflows moves no rates", "teardown"
     ),
+    "modes of optimizers": Patch(
+        "the classes of optimizers", "train, eval", "schedule-free ones move parameters outside of steps", "teardown"
+    ),
     "interrupts": Patch("Lightning's call", "_interrupt", "hooks that raise would end a teardown", "a failed run ends"),
     "numbers": Patch(
         "LightningModule, Trainer",
@@ -93,9 +96,6 @@ OF_OBJECTS: Mapping[str, Patch] = {
     ),
     "epochs": Patch("the Trainer's epoch loop", "on_run_start, reset", "an epoch goes on where it was", "teardown"),
     "rest of an epoch": Patch("the Trainer's fit loop", "run", "an epoch that was cut is not complete", "teardown"),
-    "modes of optimizers": Patch(
-        "optimizers that have them", "train, eval", "schedule-free ones move parameters outside of steps", "teardown"
-    ),
     "stops": Patch("the Trainer's epoch loop", "on_advance_end", "one rank alone may stop", "teardown"),
     "cluster": Patch(
         "the cluster environment",

@@ -71,7 +71,7 @@ class Zero(ABC):
         self.shards: dict[nn.Parameter, RankShard] = {}
         """Parameters that this rank holds -> its part of the reduced gradient, which its optimizers step."""
         self.whole: dict[nn.Parameter, RankShard] = {}
-        """Those of them of which optimizers step not this part, but the whole parameter, on its owner."""
+        """Parameters of which their owner steps the whole, while this rank holds a part."""
         self.num_sharing = 1
         """Data-parallel ranks that share what is stepped."""
         self.owners: dict[nn.Parameter, int] = {}

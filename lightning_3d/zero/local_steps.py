@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -76,8 +77,8 @@ class LocalSteps:
         hooks += [first_step_post_hook(optimizer, self._after) for optimizer in optimizers]
         try:
             with self._loading(optimizers), ExitStack() as stack:
-                for optimizer in optimizers:
-                    stack.enter_context(self._switching(optimizer))
+                for kind in {type(optimizer) for optimizer in optimizers}:
+                    stack.enter_context(self._switching(kind))
                 yield
         finally:
             for hook in hooks:
@@ -170,26 +171,29 @@ class LocalSteps:
         self._zero.drop_gradients([*parameters, *self._unused()])
         self._unfinished.discard(optimizer)
 
-    def _switching(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Let ``train()`` and ``eval()`` of a schedule-free optimizer, which move parameters, see what it steps."""
-        methods = {name: found for name in ("train", "eval") if callable(found := getattr(optimizer, name, None))}
-        switches = {name: partial(self._switch, optimizer, method) for name, method in methods.items()}
-        return replaced("modes of optimizers", optimizer, switches)
+    def _switching(self, kind: type[Optimizer]) -> AbstractContextManager[None]:
+        """Let ``train()`` and ``eval()`` of schedule-free optimizers, which move parameters, see what they step."""
+        methods = {name: found for name in ("train", "eval") if callable(found := getattr(kind, name, None))}
+        return replaced("modes of optimizers", kind, {name: self._switch(found) for name, found in methods.items()})
 
-    def _switch(self, optimizer: Optimizer, method: Callable[..., object], *args: object) -> object:
-        """Run such a method; every rank calls it."""
-        if optimizer in self._depth:
-            return method(*args)
-        self._zero.wait_params()
-        self._gather(optimizer, steps=False)
-        self._swap(optimizer, steps=False)
-        try:
-            result = method(*args)
-        finally:
-            self._put_back(optimizer)
-        self._finish(optimizer)
-        self._zero.all_gather_params(_trained(self._parameters(optimizer)))
-        return result
+    def _switch(self, method: Callable[..., object]) -> Callable[..., object]:
+        def switch(given: Optimizer | LightningOptimizer, *args: object) -> object:
+            """Collective, but inside of a step."""
+            optimizer = given.optimizer if isinstance(given, LightningOptimizer) else given
+            if optimizer not in self._optimizers or optimizer in self._depth:
+                return method(optimizer, *args)
+            self._zero.wait_params()
+            self._gather(optimizer, steps=False)
+            self._swap(optimizer, steps=False)
+            try:
+                result = method(optimizer, *args)
+            finally:
+                self._put_back(optimizer)
+            self._finish(optimizer)
+            self._zero.all_gather_params(_trained(self._parameters(optimizer)))
+            return result
+
+        return switch
 
     def _unused(self) -> list[nn.Parameter]:
         """Parameters of no optimizer, which may get one: their gradients until then are not to be stepped."""

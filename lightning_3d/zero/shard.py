@@ -63,7 +63,7 @@ class RankShard:
 
     @property
     def stepped_shape(self) -> torch.Size:
-        """Of what this rank's optimizers step."""
+        """The shape of what this rank's optimizers step."""
         return self.own(self.parameter).shape
 
     @cached_property

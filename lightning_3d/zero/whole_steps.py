@@ -53,7 +53,7 @@ class WholeParameter(RankShard):
     group: dist.ProcessGroup
     """The ranks that hold its pieces."""
     boxes: Sequence[Sequence[Box]]
-    """Of each of them."""
+    """The pieces of each of them."""
 
     @property
     @override
@@ -69,7 +69,7 @@ class WholeParameter(RankShard):
 
 
 def whole_parameters(parameters: Iterable[nn.Parameter], mesh: Mesh, boxes_of: BoxesOf) -> list[WholeParameter]:
-    """Those of which several ranks hold pieces, with their owners, the largest first; every rank calls it."""
+    """The parameters of which several ranks hold pieces, with owners, the largest first; every rank calls it."""
     groups = _groups(mesh)
     cut: dict[tuple[str, ...], dict[nn.Parameter, list[Sequence[Box]]]] = {}
     for parameter in parameters:
@@ -110,7 +110,7 @@ def _cutting(parameter: DTensor) -> tuple[str, ...]:
 
 
 def _coordinates(parameter: DTensor) -> Iterator[tuple[int, ...]]:
-    """Of the ranks along these axes, through this rank."""
+    """The ranks along these axes, through this rank."""
     mesh, cutting, own = parameter.device_mesh, _cutting(parameter), parameter.device_mesh.get_coordinate()
     assert own is not None, "this rank holds a piece"
     axes = zip(mesh.mesh_dim_names or (), mesh.shape, own, strict=True)
@@ -122,11 +122,11 @@ class GatheredParameters:
     """The parameters of a step on their owners."""
 
     pieces: Mapping[nn.Parameter, Tensor]
-    """What this rank holds of each of them."""
+    """This rank's piece of the values of each."""
     values: Mapping[nn.Parameter, Tensor]
-    """Those that it owns, whole."""
+    """The whole values of those that this rank owns."""
     gradients: Mapping[nn.Parameter, Tensor]
-    """Theirs."""
+    """Their whole gradients."""
 
 
 class WholeSteps:
@@ -200,7 +200,7 @@ class WholeSteps:
                 tensor.copy_(part)
 
     def _buckets(self, pieces: Mapping[nn.Parameter, Tensor]) -> Iterator[list[WholeParameter]]:
-        """Of one dtype and group each, as they go by one collective."""
+        """Parameters of one dtype and group, that go by one collective."""
         filling: dict[tuple[dist.ProcessGroup, torch.dtype], list[WholeParameter]] = {}
         for whole in self._parameters:
             if (piece := pieces.get(whole.parameter)) is None:
