@@ -1,8 +1,9 @@
-"""Peak memory and time of a step whose sequence is cut over ranks, against the same step on one process.
+r"""Peak memory and time of a step whose sequence is cut over ranks, against the same step on one process.
 
     python -m benchmarks.context_step
     python -m benchmarks.context_step --num_ranks 4 --attention ring --order head_tail
-    python -m benchmarks.context_step --num_ranks 4 --length 16384 --num_layers 2 --width 64 --num_heads 4
+    python -m benchmarks.context_step --num_ranks 4 --length 16384 --num_layers 2 --width 64 --num_heads 2 \
+        --attention ring
 
 A Llama of `transformers` with random weights in fp32, 4 layers of width 256 and 8 heads, and one sequence of 4096
 tokens on 2 ranks unless told otherwise. The peak is what torch's allocator has handed out at once in a step, above
