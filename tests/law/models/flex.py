@@ -1,0 +1,96 @@
+"""FlexAttention: documents packed in a sequence, biases by head, keys and values of fewer heads.
+
+On a CPU torch refuses its backward, and has one all the same; `trains_on_cpus` leaves the refusal out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+
+from tests.law.models.row import Model
+from tests.models import Block, TinyGPT
+from tests.parity import Job
+
+torch.compile(len)  # which changes classes of torch when it is first called
+
+HEADS, KV_HEADS, WIDTH = 6, 2, 48
+"""Heads that 2 ranks divide, and 4 do not."""
+
+
+@contextmanager
+def trains_on_cpus() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_validate_device", lambda *operands: None)
+        yield
+
+
+class FlexAttention(nn.Module):
+    """Farther keys count less, by head; how much less is learned or given."""
+
+    def __init__(self, is_learned: bool) -> None:
+        super().__init__()
+        slopes = 2.0 ** -torch.arange(1, HEADS + 1)
+        self.slopes = nn.Parameter(slopes) if is_learned else nn.Buffer(slopes)
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key_value = nn.Linear(WIDTH, 2 * WIDTH // HEADS * KV_HEADS)
+        self.output = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: flex.BlockMask) -> Tensor:
+        def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score + self.slopes[h] * (k - q)
+
+        key, value = self.key_value(x).chunk(2, dim=-1)
+        query, key, value = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.query(x), key, value))
+        with trains_on_cpus():
+            attended = flex.flex_attention(query, key, value, score_mod=biased, block_mask=mask, enable_gqa=True)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+
+class FlexBlock(Block):
+    def __init__(self, is_learned: bool) -> None:
+        super().__init__(WIDTH, HEADS)
+        self.attention = FlexAttention(is_learned)
+
+    def forward(self, x: Tensor, mask: flex.BlockMask) -> Tensor:
+        x = x + self.attention(self.norm1(x), mask)
+        return x + self.mlp(self.norm2(x))
+
+
+class Packed(TinyGPT):
+    """Some tokens begin a document, and none looks at another document."""
+
+    is_learned = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(width=WIDTH, num_heads=HEADS, **options)
+        self.blocks = nn.ModuleList(FlexBlock(self.is_learned) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        documents = (tokens < 8).cumsum(1)
+
+        def reads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (documents[b, q] == documents[b, k])
+
+        num, length = tokens.shape
+        mask = flex.create_block_mask(reads, num, None, length, length, device=tokens.device, BLOCK_SIZE=4)
+        x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+class Learned(Packed):
+    is_learned = True
+
+
+MODELS = {
+    "flex": Model(job=Job(model=Packed, num_val_batches=1)),
+    "flex-learned": Model(job=Job(model=Learned, num_val_batches=1), alike="flex"),
+}
