@@ -1,4 +1,4 @@
-"""FlexAttention as a function of tensors alone: its operands, and the tensors that its score and mask functions capture.
+"""FlexAttention as a function of tensors: its operands, and those that its score and mask functions capture.
 
 torch finds what these capture by Dynamo. Where users' code runs eagerly nothing would, and what is captured would get
 no gradient. Here it is found by a walk through closures, and given to torch beside the operands.
@@ -27,6 +27,7 @@ from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.dynamo import users_compiler
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.function_calls import calls_answered, copy_of
+from lightning_3d.torch_internals.patches import replaced
 
 Mod = Callable[..., Tensor]
 """A score or mask function."""
@@ -56,7 +57,7 @@ class FlexOptions:
             mask = with_mask_mod(mask, with_captured(mask.mask_mod, change))
         return replace(self, score_mod=with_captured(self.score_mod, change), block_mask=mask)
 
-    def replaced(self, captured: Sequence[Tensor]) -> FlexOptions:
+    def given(self, captured: Sequence[Tensor]) -> FlexOptions:
         """The same with these tensors in the `places`."""
         new = dict(zip(self.places, captured, strict=True))
         return self.with_captured(lambda tensor: new.get(id(tensor), tensor)) if new else self
@@ -116,34 +117,49 @@ def flex_attention(
     if has_torch_function(operands):
         return handle_torch_function(flex_attention, operands, query, key, value, captured, options)
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in operands):
-        return _unfused(query, key, value, captured, replace(options, score_mod=_reading_all, block_mask=None))
+        return _on_stand_ins(query, key, value, captured, options)
     compile = None if is_captured(query) else users_compiler()
     if compile is None:
         return _unfused(query, key, value, captured, options)
     with no_dispatch_modes(), torch.compiler.set_stance("default"):  # a recomputation makes the call again
-        return compile(_TORCHS)(query, key, value, **_keywords(options.replaced(captured)))
+        return compile(_TORCHS)(query, key, value, **_keywords(options.given(captured)))
 
 
 def _unfused(query: Tensor, key: Tensor, value: Tensor, captured: tuple[Tensor, ...], options: FlexOptions) -> Any:
-    of_scores = replace(options, block_mask=None)
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        """What the backward finds, which calls the functions again, whatever attributes are then."""
+        return kept.setdefault(id(tensor), tensor.detach())
+
+    own = options.given(captured).with_captured(keep)
+    of_scores = replace(own, block_mask=None, places=tuple(id(kept[id(tensor)]) for tensor in captured))
 
     def scored(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *given: Tensor) -> Tensor:
-        score_mod = of_scores.replaced(given).score_mod
+        score_mod = of_scores.given(given).score_mod
         for tensor in given:  # torch wants a gradient of each, and not all that has a name in the code is read
             score = torch.where(k < 0, tensor[(k * 0,) * tensor.dim()], score)
         return score if score_mod is None else score_mod(score, b, h, q, k)
 
-    score_mod = _reading_all if options.score_mod is _reading_all else scored
-    own = replace(options.replaced(captured), score_mod=score_mod)
-    with torch.compiler.set_stance("force_eager"), _Giving(captured):
-        return _TORCHS(query, key, value, **_keywords(own))
+    return _without_dynamo(query, key, value, captured, replace(own, score_mod=scored))
 
 
-def _reading_all(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *captured: Tensor) -> Tensor:
-    """In place of a score function, of which no more counts than what it captures."""
-    for tensor in captured:
-        score = score + tensor.sum()
-    return score
+def _on_stand_ins(query: Tensor, key: Tensor, value: Tensor, captured: tuple[Tensor, ...], options: FlexOptions) -> Any:
+    """The same without the functions of the user, who may have made them of stand-ins of another kind."""
+
+    def scored(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *given: Tensor) -> Tensor:
+        for tensor in given:
+            score = score + tensor.sum()
+        return score
+
+    return _without_dynamo(query, key, value, captured, replace(options, score_mod=scored, block_mask=None))
+
+
+def _without_dynamo(
+    query: Tensor, key: Tensor, value: Tensor, captured: tuple[Tensor, ...], options: FlexOptions
+) -> Any:
+    with replaced("FlexAttention", flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}), _Giving(captured):
+        return _TORCHS(query, key, value, **_keywords(options))
 
 
 class _Giving(TorchFunctionMode):

@@ -13,7 +13,7 @@ from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD, Shard
 from lightning_3d.sharding.rules.attention import Attention, needed_heads
 from lightning_3d.sharding.rules.call import LocalCall, TorchCall, on_whole
-from lightning_3d.sharding.sharded_tensor import ShardedTensor, placement_of
+from lightning_3d.sharding.sharded_tensor import placement_of
 from lightning_3d.torch_internals.flex_attention import (
     BlockMask,
     FlexOptions,
@@ -56,7 +56,8 @@ def attend_rows(call: TorchCall, axis: Axis) -> LocalCall | None:
     """Attention of this rank's queries to all keys and values; None where these are no whole blocks of the mask."""
     query, key, value, captured, options = call.args
     at = placement_of(query)
-    if not isinstance(at, Shard) or at.dim != _ROWS or isinstance(key, ShardedTensor) or isinstance(value, ShardedTensor):
+    is_whole = placement_of(key) is None and placement_of(value) is None
+    if not isinstance(at, Shard) or at.dim != _ROWS or not is_whole:
         return None
     bounds, mask = at.bounds(query.shape[_ROWS], axis.size), options.block_mask
     if any(first == last for first, last in pairwise(bounds)) or not _are_blocks(bounds, mask):
@@ -78,9 +79,7 @@ def _are_blocks(bounds: Sequence[int], mask: BlockMask | None) -> bool:
     return mask.seq_lengths[0] == bounds[-1] and all(first % mask.BLOCK_SIZE[0] == 0 for first in bounds[:-1])
 
 
-def _shifted(
-    options: FlexOptions, mask: BlockMask | None, *, first_head: int = 0, first_row: int = 0
-) -> FlexOptions:
+def _shifted(options: FlexOptions, mask: BlockMask | None, *, first_head: int = 0, first_row: int = 0) -> FlexOptions:
     """The options with a part of the block mask, and functions that get indices among all heads and queries."""
     score_mod = options.score_mod
 

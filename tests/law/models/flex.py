@@ -1,6 +1,6 @@
 """FlexAttention: documents packed in a sequence, biases by head, keys and values of fewer heads.
 
-On a CPU torch refuses its backward, and has one all the same; `trains_on_cpus` leaves the refusal out.
+On a CPU torch refuses its backward, and has one all the same: `trains_on_cpus` leaves the refusal out.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tests.law.models.row import Model
 from tests.models import Block, TinyGPT
 from tests.parity import Job
 
-torch.compile(len)  # which changes classes of torch when it is first called
-
 HEADS, KV_HEADS, WIDTH = 6, 2, 48
 """Heads that 2 ranks divide, and 4 do not."""
 
 
 @contextmanager
-def trains_on_cpus() -> Iterator[None]:
+def trains_on_cpus(*, is_learned: bool = False) -> Iterator[None]:
+    """Inside, and without Dynamo, which takes long, where nothing that is captured wants a gradient."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_validate_device", lambda *operands: None)
+        patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", not is_learned)
         yield
 
 
@@ -46,11 +46,12 @@ class FlexAttention(nn.Module):
         def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return score + self.slopes[h] * (k - q)
 
-        key, value = self.key_value(x).chunk(2, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.query(x), key, value))
-        with trains_on_cpus():
+        parts = (self.query(x), *self.key_value(x).chunk(2, dim=-1))
+        query, key, value = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
+        with trains_on_cpus(is_learned=self.slopes.requires_grad):
             attended = flex.flex_attention(query, key, value, score_mod=biased, block_mask=mask, enable_gqa=True)
-        return self.output(attended.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return output
 
 
 class FlexBlock(Block):
@@ -60,7 +61,8 @@ class FlexBlock(Block):
 
     def forward(self, x: Tensor, mask: flex.BlockMask) -> Tensor:
         x = x + self.attention(self.norm1(x), mask)
-        return x + self.mlp(self.norm2(x))
+        output: Tensor = x + self.mlp(self.norm2(x))
+        return output
 
 
 class Packed(TinyGPT):
@@ -83,7 +85,8 @@ class Packed(TinyGPT):
         x = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
         for block in self.blocks:
             x = block(x, mask)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class Learned(Packed):
