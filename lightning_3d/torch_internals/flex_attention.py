@@ -29,6 +29,17 @@ from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.function_calls import calls_answered, copy_of
 from lightning_3d.torch_internals.patches import replaced
 
+__all__ = [
+    "BlockMask",
+    "FlexOptions",
+    "calls_seen",
+    "calls_unseen",
+    "flex_attention",
+    "with_heads",
+    "with_mask_mod",
+    "with_rows",
+]
+
 Mod = Callable[..., Tensor]
 """A score or mask function."""
 
@@ -66,7 +77,7 @@ class FlexOptions:
 def calls_seen() -> AbstractContextManager[None]:
     """Let calls of torch's ``flex_attention`` be calls of the one below inside, whoever makes them."""
 
-    def answer(caller: str, original: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def answer(caller: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return _called(*args, **kwargs)
 
     return calls_answered([flex.flex_attention], answer)
@@ -172,7 +183,7 @@ class _Giving(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is flex.flex_attention_hop:
+        if func is torch.ops.higher_order.flex_attention:
             args = (*args[:7], self._captured, ())
         return func(*args, **kwargs or {})
 
@@ -204,11 +215,19 @@ def with_heads(mask: BlockMask, first: int, num: int) -> BlockMask:
 
 def with_rows(mask: BlockMask, first: int, num: int) -> BlockMask:
     """The part of a block mask for some queries, which are whole blocks of it."""
-    size, (_, num_keys) = mask.BLOCK_SIZE[0], mask.seq_lengths
-    parts = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    own = (None if part is None else part.narrow(2, first // size, -(-num // size)) for part in parts)
+    size, num_keys = mask.BLOCK_SIZE[0], mask.seq_lengths[1]
+
+    def own(part: Tensor | None) -> Any:
+        return None if part is None else part.narrow(2, first // size, -(-num // size))
+
     return BlockMask.from_kv_blocks(
-        *own, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=(num, num_keys)
+        own(mask.kv_num_blocks),
+        own(mask.kv_indices),
+        own(mask.full_kv_num_blocks),
+        own(mask.full_kv_indices),
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=(num, num_keys),
     )
 
 

@@ -35,6 +35,8 @@ def attend_heads(call: TorchCall, axis: Axis) -> LocalCall:
         return on_whole(call)
     at, *placements = shared
     bounds = at.bounds(query.shape[_HEADS], axis.size)
+    if not _all_have_some(bounds):
+        return on_whole(call)
     own = range(bounds[axis.rank], bounds[axis.rank + 1])
 
     def run(query: Tensor, key: Tensor, value: Tensor, *captured: Tensor) -> Any:
@@ -60,7 +62,7 @@ def attend_rows(call: TorchCall, axis: Axis) -> LocalCall | None:
     if not isinstance(at, Shard) or at.dim != _ROWS or not is_whole:
         return None
     bounds, mask = at.bounds(query.shape[_ROWS], axis.size), options.block_mask
-    if any(first == last for first, last in pairwise(bounds)) or not _are_blocks(bounds, mask):
+    if not _all_have_some(bounds) or not _are_blocks(bounds, mask):
         return None
     first, num = bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank]
 
@@ -70,6 +72,10 @@ def attend_rows(call: TorchCall, axis: Axis) -> LocalCall | None:
 
     each = (REPLICATE_PARTIAL_GRAD,) * (2 + len(captured))
     return LocalCall(tensors=(query, key, value, *captured), input_placements=(at, *each), run=run, result=at)
+
+
+def _all_have_some(bounds: Sequence[int]) -> bool:
+    return all(first < last for first, last in pairwise(bounds))
 
 
 def _are_blocks(bounds: Sequence[int], mask: BlockMask | None) -> bool:
