@@ -21,6 +21,8 @@ from lightning_3d.torch_internals.pytree import registered_dataclasses
 _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_utilities")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
 _IN_CLASSES = (*_CODE, staticmethod, classmethod, property, types.GetSetDescriptorType)
+_REGISTERED = "torch.compiler._cache."
+"""Where compilers add properties when they are imported."""
 _REPLACED = ("torch.utils.data.dataloader", "torch.utils.data.sampler")
 
 Present = dict[str, Any]
@@ -52,7 +54,8 @@ def changed_code(before: Code, after: Code) -> list[str]:
     found: list[str] = []
     for owner, was in before.items():
         now = after.get(owner, {})
-        if len(was) == len(now) and all(map(operator.is_, was.values(), now.values())):
+        is_same = len(was) == len(now) and all(map(operator.is_, was.values(), now.values()))
+        if is_same or owner.startswith(_REGISTERED):
             continue
         code = {name: value for name, value in was.items() if issubclass(type(value), _IN_CLASSES)}
         found += [

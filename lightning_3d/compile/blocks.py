@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 
@@ -29,6 +30,7 @@ from lightning_3d.torch_internals.backends import compile_graph
 from lightning_3d.torch_internals.capture import NotCompilable, capture
 from lightning_3d.torch_internals.dispatch import IsKept
 from lightning_3d.torch_internals.dynamo import NotFollowed, compiled, compiler_errors, is_limit, recompile_limit
+from lightning_3d.torch_internals.flex_attention import calls_unseen
 from lightning_3d.torch_internals.modules import RunningNorm, children_of
 from lightning_3d.torch_internals.pytree import Arguments
 from lightning_3d.waits import CountedWait
@@ -158,7 +160,8 @@ class _CompiledForward:
         key = function, running(self._block).recomputed_eagerly is not None
         if key not in self._functions:  # to describe a block takes long
             self._functions[key] = self._compiler.function(self._block, function, self._shards, is_selective=key[1])
-        with torch.compiler.set_stance(self._stance):  # also where code outside of blocks is not compiled
+        # Also where code outside of blocks is not compiled; torch finds itself what FlexAttention captures.
+        with torch.compiler.set_stance(self._stance), calls_unseen() if self._shards is None else nullcontext():
             return self._functions[key](*owner, *args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.placement import REPLICATE_PARTIAL_GRAD, Placement, Shard
 from lightning_3d.sharding.rules.attention import Attention
 from lightning_3d.sharding.rules.call import PARTIAL, LocalCall, Rule, TorchCall
+from lightning_3d.sharding.rules.flex_attention import attend_rows
 from lightning_3d.sharding.rules.randomness import draws
 from lightning_3d.sharding.sharded_tensor import ShardedTensor
 
@@ -111,4 +112,5 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "__getitem__": (take_one_row,),
     "__setitem__": (set_where,),
     "select": (take_one_row,),
+    "flex_attention": (attend_rows,),
 }

@@ -18,6 +18,7 @@ from lightning_3d.errors import PlanError, ThreeDError, TraceError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.inline_mode import is_microbatched
 from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, opened_until_enough, split_blocks
+from lightning_3d.torch_internals import flex_attention
 from lightning_3d.torch_internals.autograd import refuses_saved_tensor_hooks
 from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.step_tracing import StepTracing, TracedEffects
@@ -135,7 +136,8 @@ class Observer:
         before = step.with_simulated_fit_start() if rehearses else nullcontext()
         refused = nullcontext() if step.has_data else world_collectives_refused()
         try:
-            with torch.compiler.set_stance("force_eager"), step.modes(), routed(blocks) as router, before, refused:
+            eager = torch.compiler.set_stance("force_eager")
+            with eager, flex_attention.calls_seen(), step.modes(), routed(blocks) as router, before, refused:
                 tracing = StepTracing(self._module, router, self._effects_of(self._module, router), self._device)
                 notes = self._notes_storages
                 return tracing(step.name, step.microbatch, step.rest, with_data=with_data, notes_storages=notes)

@@ -18,6 +18,7 @@ from lightning_3d.parts.finetuning import finetuning_joined
 from lightning_3d.run.context import RunContext
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.user_clipping import clipping_joined
+from lightning_3d.torch_internals import flex_attention
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.lightning_helpers import logging_as_alone
 from lightning_3d.torch_internals.losses import weights_shown
@@ -42,7 +43,8 @@ def open_before_planning(session: ExitStack, config: ThreeDConfig, mesh: Mesh) -
     _enter(
         session,
         (mesh.shape.size("samples") == 1, logging_as_alone),
-        (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
+        (mesh.shape.size("replica") > 1, lambda: torch.compiler.set_stance("force_eager")),
+        (mesh.shape.size("replica") > 1, flex_attention.calls_seen),
         (config.compile.enabled, modules_watched),
         (True, weights_shown),
     )

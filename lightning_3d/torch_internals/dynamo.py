@@ -5,6 +5,7 @@ It takes seconds to import, which runs that compile nothing need not wait for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -80,3 +81,16 @@ def modules_watched() -> AbstractContextManager[None]:
     settings = {"skip_nnmodule_hook_guards": False, "allow_unspec_int_on_nn_module": True}
     patched: AbstractContextManager[None] = torch._dynamo.config.patch(settings)
     return patched
+
+
+def users_compiler() -> Callable[[Function], Function] | None:
+    """What ``torch.compile`` makes of functions as it was told for the innermost one that is under way, though eagerly;
+    None if none is.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and "_dynamo" in frame.f_code.co_filename:
+            compiler: Callable[[Function], Function] = frame.f_locals["self"]
+            return compiler
+        frame = frame.f_back
+    return None

@@ -23,7 +23,7 @@ def calls_answered(functions: Iterable[Callable[..., object]], answer: Answer) -
     before = {function: function.__code__ for function in functions}
     try:
         for function, code in before.items():
-            function.__code__ = _calling(partial(_answer, answer, _copy(function)), code)
+            function.__code__ = _calling(partial(_answer, answer, copy_of(function)), code)
         yield
     finally:
         for function, code in before.items():
@@ -49,7 +49,8 @@ def _calling(call: Callable[..., object], code: CodeType) -> CodeType:
     return template.replace(co_consts=constants, co_freevars=code.co_freevars, co_name=code.co_name)
 
 
-def _copy(function: Callable[..., object]) -> FunctionType:
+def copy_of(function: Callable[..., object]) -> FunctionType:
+    """A function of the same code, whatever becomes of the other's."""
     name, defaults, closure = function.__name__, function.__defaults__, function.__closure__
     copy = FunctionType(function.__code__, function.__globals__, name, defaults, closure)
     copy.__kwdefaults__ = function.__kwdefaults__

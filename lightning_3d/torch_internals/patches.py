@@ -73,6 +73,12 @@ PROCESS_WIDE: Mapping[str, Patch] = {
     "checkpoints": Patch(
         "torch.utils.checkpoint", "the generator", "a recomputation needs the modes of its forward", "a step ends"
     ),
+    "FlexAttention": Patch(
+        "torch.nn.attention.flex_attention",
+        "the setting to debug it",
+        "Dynamo would not follow the modes",
+        "it is called",
+    ),
     "custom functions": Patch(
         "torch.autograd.function, Function, FunctionMeta", "apply and its helpers", "they pass modes by", "a step ends"
     ),

@@ -86,7 +86,7 @@ def attend(call: TorchCall, axis: Axis) -> LocalCall:
 
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         key, value = (
-            _needed_heads(tensor, at.dim, num_heads, own) if input_placement == REPLICATE_PARTIAL_GRAD else tensor
+            needed_heads(tensor, at.dim, num_heads, own) if input_placement == REPLICATE_PARTIAL_GRAD else tensor
             for tensor, input_placement in zip((key, value), input_placements[1:3], strict=True)
         )
         if not draws(attention.dropout_p):
@@ -124,7 +124,7 @@ def _with_drops(
     return attended.to(query.dtype)
 
 
-def _needed_heads(tensor: Tensor, dim: int, num_heads: int, own: range) -> Tensor:
+def needed_heads(tensor: Tensor, dim: int, num_heads: int, own: range) -> Tensor:
     """The heads of replicated keys or values that this rank's query heads need."""
     per_head = num_heads // tensor.shape[dim]
     needed = [head // per_head for head in own]

@@ -19,6 +19,7 @@ from lightning_3d.sharding.rules import (
 )
 from lightning_3d.sharding.rules.attention import attend
 from lightning_3d.sharding.rules.call import Rule
+from lightning_3d.sharding.rules.flex_attention import attend_heads
 from lightning_3d.sharding.rules.function import EXPERTS_MATMULS
 
 
@@ -35,6 +36,7 @@ def _table() -> Mapping[str, tuple[Rule, ...]]:
     register(("einsum", *EXPERTS_MATMULS), contraction.contract)
     register(convolution.NAMES, convolution.convolve)
     register(("scaled_dot_product_attention",), attend)
+    register(("flex_attention",), attend_heads)
     register(("dropout",), randomness.drop)
     register(losses.NAMES, losses.of_own_rows, losses.of_own_elements)
     register(channelwise.NAMES, channelwise.on_channels)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_3d.model.pytrees import as_called
 from lightning_3d.model.snapshot import preserved
+from lightning_3d.torch_internals import flex_attention
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
 from lightning_3d.torch_internals.modules import buffers_of, parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
@@ -38,7 +39,8 @@ def on_fakes(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, obje
         kwargs: Example keyword arguments.
     """
     parameters = dict(block.named_parameters(remove_duplicate=False))
-    with preserved(block), on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
+    fake_tensors = on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True))
+    with preserved(block), flex_attention.calls_seen(), fake_tensors:
         device = _device_of([*tree_leaves((args, dict(kwargs))), *parameters.values()])
         fakes = {id(parameter): _fake(parameter, device) for parameter in parameters.values()}
         _stand_in(block, fakes, device)

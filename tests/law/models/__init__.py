@@ -11,6 +11,7 @@ from tests.law.models import (
     blocks,
     by_hand,
     diffusion,
+    flex,
     glue,
     heads,
     inline,
@@ -27,7 +28,7 @@ from tests.law.models import (
 from tests.law.models.row import Model
 
 _ROOMS = (by_hand, transformers, losses, programs, blocks, stages, transformer_losses, glue)
-_LATER = (inline, heads, diffusion, tensor, replicas, weights, keeping)
+_LATER = (inline, heads, diffusion, tensor, replicas, weights, keeping, flex)
 
 WITHOUT_SEQUENCES = frozenset(
     {
