@@ -26,6 +26,7 @@ from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.vocabulary.lazy_tensor import lazily_gathered
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
+from lightning_3d.torch_internals import flex_attention
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import parameters_of
@@ -117,6 +118,7 @@ class ShardedForward:
             interpreter.statistics,
             interpreter,
             vocabulary,
+            flex_attention.calls_seen(),
             custom_functions_seen(on_custom_function),
             recomputed_by(again),
         ):

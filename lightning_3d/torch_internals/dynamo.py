@@ -84,9 +84,7 @@ def modules_watched() -> AbstractContextManager[None]:
 
 
 def users_compiler() -> Callable[[Function], Function] | None:
-    """What ``torch.compile`` makes of functions as it was told for the innermost one that is under way, though eagerly;
-    None if none is.
-    """
+    """Compiles functions with the options of the innermost compiled function that is under way; None if none is."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and "_dynamo" in frame.f_code.co_filename:

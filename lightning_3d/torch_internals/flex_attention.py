@@ -7,7 +7,7 @@ no gradient. Here it is found by a walk through closures, and given to torch bes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from dis import get_instructions
@@ -76,6 +76,8 @@ class FlexOptions:
 
 def calls_seen() -> AbstractContextManager[None]:
     """Let calls of torch's ``flex_attention`` be calls of the one below inside, whoever makes them."""
+    if flex.flex_attention.__code__ is not _TORCHS.__code__:
+        return nullcontext()  # they are
 
     def answer(caller: str, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         return _called(*args, **kwargs)
@@ -140,7 +142,7 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, captured: tuple[Tensor, 
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        """What the backward finds, which calls the functions again, whatever attributes are then."""
+        """The same data for the backward, which calls the functions again, whatever attributes are then."""
         return kept.setdefault(id(tensor), tensor.detach())
 
     own = options.given(captured).with_captured(keep)
