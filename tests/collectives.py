@@ -12,6 +12,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,6 +44,8 @@ class Collectives(TorchDispatchMode):
     is what a checkpoint in a block's own code makes again in the backward, of which it notes that apart.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.sent: Sent = Counter()
@@ -50,6 +53,8 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):  # FlexAttention
+            return output
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
             if name == "broadcast_":
