@@ -4,8 +4,9 @@ A block with code of the user's runs alone, with random weights and inputs, on a
 give the same only if no samples meet and none takes the room of a later one. What it gives without a dimension of
 samples, as a loss of its own, counts as the mean of the microbatches'.
 
-A block that draws would draw other numbers for halves: it runs again with the second half of the samples exchanged,
-which changes what the first half gives only if samples meet; its own losses are compared in evaluation mode.
+A block that draws would draw other numbers for halves, and of an object among its arguments (a cache, a block mask)
+that of a half is not known: it runs again with the second half of the samples exchanged, which changes what the first
+half gives only if samples meet. Own losses of blocks that draw are compared in evaluation mode.
 
 Integers and masks are zero meanwhile, and a block that does not run so, or that is large, is not told of. Of BatchNorm
 the plan tells.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import Generators
-from lightning_3d.model.pytrees import as_called
+from lightning_3d.model.pytrees import as_called, is_opaque
 from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.loss_kind import is_close, tolerance
 from lightning_3d.pipeline.microbatch_concat import grown_dim
@@ -108,14 +109,15 @@ class _Probe:
             whole = run(inputs)
         if not all(leaf.isfinite().all() for leaf in whole if isinstance(leaf, Tensor)):
             return False  # it does not take such weights
-        if not randomness.seen:
+        has_objects = any(is_opaque(leaf) for leaf in self._metas if not isinstance(leaf, TensorMeta))
+        if not randomness.seen and not has_objects:
             return _are_others(whole, run(self._half(inputs, 0)), run(self._half(inputs, 1)), dims)
         mixed = run(self._with_other_half(inputs, others))
         pairs = [[_half_of(run[i], dim, 0) for run in (whole, mixed)] for i, dim in dims.items() if dim is not None]
         if not all(_are_alike(*pair) for pair in pairs):
             return True
         of_batch = {i: None for i, dim in dims.items() if dim is None and whole[i].is_floating_point()}
-        if not of_batch:
+        if not of_batch or has_objects:
             return False
         with _evaluated(self._block):
             return _are_others(run(inputs), run(self._half(inputs, 0)), run(self._half(inputs, 1)), of_batch)
