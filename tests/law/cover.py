@@ -222,6 +222,8 @@ PINNED = (
     Case("gemma3n", "cp2-tp2"),  # blocks fill a dict for others
     Case("three-heads", "cp2-tp2"),  # tensor-parallel ranks with other shapes
     Case("llama", "cp2-tp2-zero3", "selective"),
+    Case("gpt", "cp2-tp2-zero3", "whole-steps"),  # owners are among both axes and the replicas of state
+    Case("flex-learned", "cp2-tp2"),  # what score functions capture gets gradients
     Case("odd-gpt", "pp2-tp2", "sequence-recomputed"),  # checkpoints inside of blocks save slices
 )
 """Cases that are run though others cover their pairs."""
