@@ -45,6 +45,28 @@ class ByHand(Optimizer):
         return state[name]
 
 
+class Noted(ByHand):
+    """Divides the gradients of some parameters by their norm: of those that an attribute of theirs names, or a state
+    that it made with them, or a set of its own.
+    """
+
+    def __init__(self, params: Any, by: str) -> None:
+        super().__init__(params)
+        named = [p for group in self.param_groups for p in group["params"] if p.dim() > 1]
+        self.by, self.named = by, set(named if by == "set" else [])
+        for parameter in named:
+            if by == "attribute":
+                parameter.is_named = True
+            elif by == "state":
+                self.state[parameter]["is_named"] = True
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        by_state = self.state[parameter].get("is_named", False)
+        if by_state or getattr(parameter, "is_named", False) or parameter in self.named:
+            gradient = gradient / gradient.norm()
+        super().update(parameter, gradient, group)
+
+
 # ---- element by element
 
 

@@ -302,6 +302,30 @@ class Regularised(L.LightningModule):
         return loss
 
 
+class Balanced(nn.Module):
+    """Gives the loss of Switch Transformers that balances experts: of the batch's shares of rows and probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = self.gate(x).softmax(-1).flatten(0, -2)
+        shares = F.one_hot(probabilities.argmax(-1), 4).float().mean(0)
+        return x, 4 * (shares * probabilities.mean(0)).sum()
+
+
+class Balances(Regularised):
+    def __init__(self) -> None:
+        super().__init__(Tensor.mean)
+        self.block = Balanced()  # type: ignore[assignment]
+
+
+def test_a_block_whose_loss_balances_experts_is_named() -> None:
+    with _studied(Balances(), _batch(8)) as (study, call):
+        assert study.coupling_blocks(call, size=4) == ("block",)
+
+
 OWN_LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "mean": (lambda y: y.square().mean(), False),
     "constant": (lambda y: torch.ones(()), False),

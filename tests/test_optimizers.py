@@ -39,6 +39,7 @@ from tests.optimizers import (
     Lamb,
     Lars,
     Lion,
+    Noted,
     Prodigy,
     Sam,
     ScheduleFree,
@@ -63,7 +64,10 @@ ROWS: dict[str, Make] = {
 }
 KINDS: dict[OptimizerKind, dict[str, Make]] = {
     "rows": {**ROWS, **{make.__name__: make for make in (Lion, ScheduleFree, Switched, Derived)}},
-    "parameters": {make.__name__: make for make in (Lamb, Lars, Shampoo, Adafactor, Muon)},
+    "parameters": {
+        **{make.__name__: make for make in (Lamb, Lars, Shampoo, Adafactor, Muon)},
+        **{f"by {name}": partial(Noted, by=name) for name in ("attribute", "state")},
+    },
     "all": {make.__name__: make for make in (ClippingAdam, Prodigy, LBFGS, Sam)},
 }
 
@@ -109,6 +113,27 @@ def _fit(name: str, layout: Layout) -> None:
 def test_those_that_step_all_are_refused_on_parts(workers: WorkerPools, name: str, layout: Layout) -> None:
     with pytest.raises(WorkerError, match=rf"StepError: {name} steps all parameters"):
         workers(2).run(_fit, name, layout)
+
+
+class Telling(Trained):
+    """Has an optimizer that tells parameters by a set."""
+
+    def __init__(self) -> None:
+        TinyMLP.__init__(self)
+        self.make = partial(Noted, by="set")
+
+
+def _fit_telling(layout: Layout) -> None:
+    fitted(layout, Telling, data=features, batches=1, epochs=1)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(tp=2)], ids=str)
+def test_those_that_tell_parameters_by_their_identity_are_refused_on_parts(
+    workers: WorkerPools, layout: Layout
+) -> None:
+    with pytest.raises(WorkerError, match=r"Noted tells parameters by what is in its attribute 'named'"):
+        workers(2).run(_fit_telling, layout)
+    workers(2).run(_fit_telling, Layout(dp=2, zero=0))
 
 
 class Evaluated(Trained):

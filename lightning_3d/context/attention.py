@@ -15,7 +15,7 @@ from functools import partial
 from lightning_3d.config.context import AttentionWay, RowOrder
 from lightning_3d.context.ring import are_cut, attend_in_ring, unserved
 from lightning_3d.context.rules import attend_own_queries
-from lightning_3d.errors import PlanError
+from lightning_3d.errors import ConfigError
 from lightning_3d.sharding.axis import Axis
 from lightning_3d.sharding.rules.attention import Attention, attend
 from lightning_3d.sharding.rules.call import LocalCall, Rule, TorchCall
@@ -44,7 +44,7 @@ def by_way(order: RowOrder) -> Mapping[AttentionWay, Rule]:
     }
 
 
-def refused(call: TorchCall, way: AttentionWay, axis: Axis) -> PlanError:
+def refused(call: TorchCall, way: AttentionWay, axis: Axis) -> ConfigError:
     """The error on attention that the way of the settings can't serve."""
     attention = Attention(*call.args, **call.kwargs)
     query, key, value = (tuple(tensor.shape) for tensor in (attention.query, attention.key, attention.value))
@@ -53,7 +53,7 @@ def refused(call: TorchCall, way: AttentionWay, axis: Axis) -> PlanError:
         "ring": unserved(attention),
         "gather": f"it drops nothing, and there is dropout_p={attention.dropout_p}",
     }
-    return PlanError(
+    return ConfigError(
         f"context.attention={way!r} can't serve scaled_dot_product_attention of queries {query}, keys {key} and values"
         f" {value}: {reasons[way]}. Use context.attention='auto'."
     )

@@ -32,6 +32,7 @@ from lightning_3d.trace.fake_blocks import RandomnessSeen, random_like, run_with
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
 
+_NUM_DRAWS = 3  # of weights and inputs: of positive numbers, and of samples that are apart
 _MOST_BYTES = 2**30  # of a block's parameters and buffers
 
 Dims: TypeAlias = "Mapping[int, int | None]"
@@ -87,16 +88,16 @@ class _Probe:
         ):
             return False
         try:
-            return self._runs_differ(dims)
+            return any(self._runs_differ(dims, draw) for draw in range(_NUM_DRAWS))
         except Exception:
             return False
 
-    def _runs_differ(self, dims: Dims) -> bool:
+    def _runs_differ(self, dims: Dims, draw: int) -> bool:
         device = next(meta.device for meta in self._metas if isinstance(meta, TensorMeta))
         generators = Generators(device)
-        with torch.no_grad(), generators.torch_seeded(0):
+        with torch.no_grad(), generators.torch_seeded(draw):
             weights = {tensor: _weights_like(tensor, device) for tensor in self._state.values()}
-            inputs, others = self._inputs(), self._inputs()
+            inputs, others = (self._inputs(are_apart=draw > 0) for _ in range(2))
 
         def run(given: Sequence[object]) -> list[Any]:
             state = {name: weights[tensor].clone() for name, tensor in self._state.items()}
@@ -122,8 +123,22 @@ class _Probe:
         with _evaluated(self._block):
             return _are_others(run(inputs), run(self._half(inputs, 0)), run(self._half(inputs, 1)), of_batch)
 
-    def _inputs(self) -> list[object]:
-        return [meta.random() if isinstance(meta, TensorMeta) else meta for meta in self._metas]
+    def _inputs(self, *, are_apart: bool) -> list[object]:
+        """Random arguments.
+
+        Args:
+            are_apart: Whether samples have different means, so that routers send most of one to few experts; else all
+                numbers are positive, as some blocks want.
+        """
+        inputs = list[object]()
+        for meta, of_part in zip(self._metas, self._of_part, strict=True):
+            drawn = meta.random() if isinstance(meta, TensorMeta) else meta
+            dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
+            if are_apart and dim is not None and isinstance(drawn, Tensor) and drawn.is_floating_point():
+                means = [size if d in (dim, drawn.dim() - 1) else 1 for d, size in enumerate(drawn.shape)]
+                drawn = drawn - 0.5 + torch.randn(means, dtype=drawn.dtype, device=drawn.device)
+            inputs.append(drawn)
+        return inputs
 
     def _half(self, inputs: Sequence[object], index: int) -> list[object]:
         """The samples of the first half of these, or of the second."""

@@ -64,7 +64,7 @@ def optimizer_kind(optimizer: Optimizer, *, device: torch.device = _CPU) -> Opti
     if is_known(optimizer):
         return "rows"
     with _undisturbed():
-        kinds = {_kind(optimizer, group, dim, device) for group, dim in _cases(optimizer)}
+        kinds = {_kind(optimizer, case, device) for case in _cases(optimizer)}
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
 
 
@@ -74,7 +74,7 @@ def num_states(optimizer: Optimizer) -> int:
         return 2 * int(optimizer.param_groups[0]["history_size"]) + 2
     with _undisturbed():
         try:
-            trials = [_try(optimizer, group, [[_problem(dim, torch.float32)]]) for group, dim in _cases(optimizer)]
+            trials = [_try(optimizer, case, [[_problem(case.num_dims, torch.float32)]]) for case in _cases(optimizer)]
         except Exception:  # as in `_kind`
             return 0
     return max((trial.num_states for trial in trials), default=0)
@@ -114,25 +114,46 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def _cases(optimizer: Optimizer) -> list[tuple[dict[str, object], int]]:
-    """Groups whose settings differ, without their parameters, and numbers of dims of these."""
-    cases = {}
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """What decides how a parameter is stepped."""
+
+    settings: Mapping[str, object]
+    """Of its group."""
+    num_dims: int
+    attributes: Mapping[str, object]
+    """What the user's code has set on it, as ``p.use_muon = True``."""
+    state: Mapping[str, object]
+    """What the optimizer has noted of it when it was made, as ``self.state[p]["use_muon"]``."""
+
+
+def _cases(optimizer: Optimizer) -> list[_Case]:
+    """One for all parameters that are stepped alike."""
+    cases: dict[str, _Case] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         settings.update((key, value) for key, value in _PLAIN.items() if key in group)
         if isinstance(group.get("lr"), float | Tensor):  # a schedule may begin with 0
             settings["lr"] = max(group["lr"], 1e-2)
-        for dim in {min(parameter.dim(), 4) for parameter in group["params"]} - {0}:
-            cases[repr((dim, sorted(settings.items(), key=str)))] = settings, dim
+        for parameter in group["params"]:
+            attributes, state = _plain(vars(parameter)), _plain(optimizer.state.get(parameter, {}))
+            case = _Case(settings=settings, num_dims=min(parameter.dim(), 4), attributes=attributes, state=state)
+            if case.num_dims:
+                cases.setdefault(repr(case), case)
     return list(cases.values())
 
 
-def _kind(optimizer: Optimizer, group: dict[str, object], dim: int, device: torch.device) -> OptimizerKind:
+def _plain(values: Mapping[Any, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
+
+
+def _kind(optimizer: Optimizer, case: _Case, device: torch.device) -> OptimizerKind:
+    dim = case.num_dims
     for dtype in _TOLERANCES:
         first, second = (_problem(dim, dtype, device) for _ in range(2))
         try:
-            alone = _try(optimizer, group, [[first], []])
-            beside = _try(optimizer, group, [[first, second], [second]])
+            alone = _try(optimizer, case, [[first], []])
+            beside = _try(optimizer, case, [[first, second], [second]])
         except Exception:  # of the user's class: whatever it can't do with such tensors
             continue
         # What is counted in a group is to be alike on all ranks, of which some have none of its parameters.
@@ -140,12 +161,12 @@ def _kind(optimizer: Optimizer, group: dict[str, object], dim: int, device: torc
         if not is_alike or not alone.moved.any():
             return "all"
         try:
-            is_by_rows = _are_close(alone.moved, _try(optimizer, group, [[first, _part(first, 0, 0, 0)]]).moved)
+            is_by_rows = _are_close(alone.moved, _try(optimizer, case, [[first, _part(first, 0, 0, 0)]]).moved)
             for cut in range(min(dim, 2)):  # as ZeRO and tensor parallel share parameters
                 size = first[0].shape[cut]
                 ends = (0, size * 2 // 3, size)
                 parts = [_part(first, cut, *pair) for pair in pairwise(ends)]
-                moved = torch.cat([_try(optimizer, group, [[part]]).moved for part in parts], cut)
+                moved = torch.cat([_try(optimizer, case, [[part]]).moved for part in parts], cut)
                 is_by_rows &= _are_close(alone.moved, moved)
         except Exception:  # what it does with whole ones it can't do with these
             return "parameters"
@@ -180,11 +201,15 @@ class _Trial:
     num_states: int
 
 
-def _try(optimizer: Optimizer, settings: dict[str, object], groups: Sequence[Sequence[_Problem]]) -> _Trial:
+def _try(optimizer: Optimizer, case: _Case, groups: Sequence[Sequence[_Problem]]) -> _Trial:
     """Step a copy of an optimizer with other parameters, in groups of the same settings."""
     parameters = [[nn.Parameter(_new(values)) for values, _ in group] for group in groups]
     copied = _copied(optimizer)
-    copied.param_groups = [{**copy.deepcopy(settings), "params": group} for group in parameters]
+    copied.param_groups = [{**copy.deepcopy(case.settings), "params": group} for group in parameters]
+    for parameter in chain(*parameters):
+        vars(parameter).update(case.attributes)
+        if case.state:
+            copied.state[parameter] = {**case.state}
     if callable(train := getattr(copied, "train", None)):  # schedule-free ones step in this mode alone
         train()
     for step in range(_STEPS):

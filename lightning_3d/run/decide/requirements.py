@@ -223,8 +223,11 @@ def check_optimizers(
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
+    steps_parts = mesh.shape.tp > 1 or (config.stage > 0 and mesh.shape.size("state") > 1)
     for optimizer, kind in kinds.items():
         _raise_first(StepError, _problems_of_kind(optimizer, kind, mesh.shape, config))
+        if kind != "all" and steps_parts:
+            _raise_first(StepError, _problems_of_identity(optimizer))
     return kinds
 
 
@@ -245,6 +248,22 @@ def _problems_of_strangers(optimizers: Sequence[Optimizer], module: LightningMod
             )
 
 
+def _problems_of_identity(optimizer: Optimizer) -> Iterator[str]:
+    """Where an optimizer tells parameters by the objects that they are: a step sees parts in their place."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state") or not isinstance(value, (set, frozenset, list, tuple, dict)):
+            continue
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        if any(id(item) in held or (type(item) is int and item in held) for item in items):
+            yield (
+                f"{type(optimizer).__name__} tells parameters by what is in its attribute {name!r}, but shards take"
+                " the place of parameters in its steps, and would be taken for others. Let it tell them by a setting"
+                " of their group, or by an attribute of theirs (p.use_muon = True); or use zero.stage=0 without tensor"
+                " parallel."
+            )
+
+
 def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
     """Layouts in which a rank has not what an optimizer has to see of parameters in one step."""
     name = type(optimizer).__name__
@@ -253,7 +272,7 @@ def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShap
         yield (
             f"{together} pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp} and"
             f" zero.stage={config.stage} on {shape.size('state')} ranks no rank has them all. Use another optimizer, or"
-            " size 1 for both and zero.stage<=2; or set zero.optimizer_steps if it does not."
+            " size 1 for both and zero.stage<=2; or set zero.optimizer_steps='parameters' if it steps each by itself."
         )
     if config.offload_optimizer != "none" and kind == "all":
         yield (
