@@ -310,7 +310,7 @@ class Balanced(nn.Module):
         self.gate = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities = self.gate(x).softmax(-1).flatten(0, -2)
+        probabilities = self.gate(x + 2).softmax(-1).flatten(0, -2)  # one expert takes all of what is alike
         shares = F.one_hot(probabilities.argmax(-1), 4).float().mean(0)
         return x, 4 * (shares * probabilities.mean(0)).sum()
 
