@@ -165,8 +165,8 @@ class Shampoo(ByHand):
         matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
         state = self.state[parameter]
         for name, factor in (("left", matrix @ matrix.T), ("right", matrix.T @ matrix)):
-            state[name] = state.get(name, torch.eye(len(factor), dtype=factor.dtype, device=factor.device)) + factor
-        left, right = (torch.linalg.inv(state[name]) for name in ("left", "right"))
+            state[name] = state.get(name, torch.zeros_like(factor)) + factor
+        left, right = (torch.linalg.inv(state[n] + torch.eye(len(state[n])).to(state[n])) for n in ("left", "right"))
         parameter.sub_((left @ matrix @ right).view(parameter.shape), alpha=group["lr"])
 
 
