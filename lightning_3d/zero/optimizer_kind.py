@@ -116,19 +116,19 @@ def _undisturbed() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """What decides how a parameter is stepped."""
+    """A kind of parameter: all that decides how an optimizer steps it."""
 
     settings: Mapping[str, object]
-    """Of its group."""
+    """The settings of its group."""
     num_dims: int
     attributes: Mapping[str, object]
-    """What the user's code has set on it, as ``p.use_muon = True``."""
+    """Attributes that the user's code has set on it, as ``p.use_muon = True``."""
     state: Mapping[str, object]
-    """What the optimizer has noted of it when it was made, as ``self.state[p]["use_muon"]``."""
+    """The state that the optimizer has noted when it was made, as ``self.state[p]["use_muon"]``."""
 
 
 def _cases(optimizer: Optimizer) -> list[_Case]:
-    """One for all parameters that are stepped alike."""
+    """The kinds of parameters, one for all that are stepped alike."""
     cases: dict[str, _Case] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
