@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from torch import nn
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checks import TYPE_PREFIX
 from lightning_3d.errors import PlanError
+from lightning_3d.model.blocks import fqns_matching
 
 
 def chosen_blocks(blocks: Mapping[str, nn.Module], config: ActivationsConfig) -> frozenset[str]:
@@ -32,12 +32,7 @@ def chosen_blocks(blocks: Mapping[str, nn.Module], config: ActivationsConfig) ->
             f"activations.blocks={config.blocks!r} matches the class of no block. Their classes: {', '.join(classes)}."
         )
     for pattern in config.blocks if isinstance(config.blocks, tuple) else ():
-        if not any(fnmatchcase(fqn, pattern) for fqn in blocks):
-            nearest = difflib.get_close_matches(pattern, list(blocks), n=1, cutoff=0)
-            raise PlanError(
-                f"activations.blocks has the pattern {pattern!r}, which matches no block."
-                + "".join(f" The nearest block is {fqn!r}." for fqn in nearest)
-            )
+        fqns_matching(pattern, blocks, "activations.blocks")
     return frozenset(chosen[:: config.every])
 
 

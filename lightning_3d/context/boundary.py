@@ -19,8 +19,10 @@ def placement_between_stages(trace: Trace, i: int, dims: SequenceDims, size: int
     """
     meta = trace.tensors[i]
     dim = dims.of(trace.readers.get(i, ""), len(meta.shape)) if meta.dtype.is_floating_point else None
-    at = None if dim is None else chunked(dim, meta.shape[dim], size)
-    return at if at is not None and min(_lengths(at, meta, size)) else None
+    if dim is None:
+        return None
+    at = chunked(dim, meta.shape[dim], size)
+    return at if all(at.sizes(meta.shape[dim], size)) else None
 
 
 def slice_between_stages(trace: Trace, i: int, dims: SequenceDims, size: int, rank: int = 0) -> TensorMeta:
@@ -28,8 +30,5 @@ def slice_between_stages(trace: Trace, i: int, dims: SequenceDims, size: int, ra
     at, meta = placement_between_stages(trace, i, dims, size), trace.tensors[i]
     if at is None:
         return meta
-    return replace(meta, shape=with_length(meta.shape, at.dim, _lengths(at, meta, size)[rank]), strides=None)
-
-
-def _lengths(at: Shard, meta: TensorMeta, size: int) -> tuple[int, ...]:
-    return at.lengths or (meta.shape[at.dim] // size,) * size
+    length = at.sizes(meta.shape[at.dim], size)[rank]
+    return replace(meta, shape=with_length(meta.shape, at.dim, length), strides=None)

@@ -136,8 +136,8 @@ def _trial(call: TorchCall, targets: Sequence[Target], axis: Axis) -> TorchCall:
         if isinstance(target, Replicate):
             return blank.expand(tensor.shape)
         assert isinstance(target, Shard)
-        lengths = target.lengths or (tensor.shape[target.dim] // axis.size,) * axis.size
-        return ShardedTensor(blank.expand(with_length(tensor.shape, target.dim, lengths[axis.rank])), axis, target)
+        length = target.sizes(tensor.shape[target.dim], axis.size)[axis.rank]
+        return ShardedTensor(blank.expand(with_length(tensor.shape, target.dim, length)), axis, target)
 
     return call.mapped(stand_in)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 
 from lightning_3d.config.context import ContextConfig
-from lightning_3d.errors import PlanError
+from lightning_3d.model.blocks import fqns_matching
 
 _USUAL = 1  # of activations (batch, sequence, features)
 
@@ -26,14 +24,7 @@ class SequenceDims:
         self._by_hand: dict[str, int] = {}
         fqns = list(fqns)
         for pattern, dim in config.dims:
-            named = [fqn for fqn in fqns if fnmatchcase(fqn, str(pattern))]
-            if not named:
-                near = difflib.get_close_matches(str(pattern), fqns, n=1, cutoff=0)
-                raise PlanError(
-                    f"context.dims has the pattern {pattern!r}, which matches no block."
-                    + "".join(f" The nearest block is {fqn!r}." for fqn in near)
-                )
-            self._by_hand |= dict.fromkeys(named, int(dim))
+            self._by_hand |= dict.fromkeys(fqns_matching(str(pattern), fqns, "context.dims"), int(dim))
 
     def of(self, fqn: str, num_dims: int) -> int | None:
         """The dimension of the sequence in a floating-point argument of a block; None if it has none."""

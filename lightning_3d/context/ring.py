@@ -30,7 +30,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,8 +62,7 @@ def attend_in_ring(call: TorchCall, axis: Axis, order: RowOrder) -> LocalCall | 
     at, of_key = placement_of(query), placement_of(key)
     assert isinstance(at, Shard)
     assert isinstance(of_key, Shard)
-    bounds = of_key.bounds(key.shape[-2], axis.size)
-    slices = tuple(stop - start for start, stop in pairwise(bounds))
+    slices = of_key.sizes(key.shape[-2], axis.size)
     sends, idle = 2 * bytes_sent(key.shape, key.element_size(), of_key, REPLICATE, axis.size), 0
     pieces = head_tail(order, query, key, slices) if attention.is_causal else None
     if pieces is not None:

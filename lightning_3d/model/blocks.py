@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torchmetrics
 from torch import nn
@@ -130,6 +131,23 @@ def _named(root: nn.Module, fqn: str) -> nn.Module:
         f"pipeline.partition names the block {fqn!r}, but {type(root).__name__} has no module of that name."
         + "".join(f" The nearest is {name!r}." for name in nearest)
     )
+
+
+def fqns_matching(pattern: str, fqns: Iterable[str], setting: str) -> list[str]:
+    """The blocks that a pattern of a setting names; ``*`` and ``?`` as in a shell.
+
+    Raises:
+        PlanError: it names none.
+    """
+    fqns = list(fqns)
+    named = [fqn for fqn in fqns if fnmatchcase(fqn, pattern)]
+    if not named:
+        nearest = difflib.get_close_matches(pattern, fqns, n=1, cutoff=0)
+        raise PlanError(
+            f"{setting} has the pattern {pattern!r}, which matches no block."
+            + "".join(f" The nearest block is {fqn!r}." for fqn in nearest)
+        )
+    return named
 
 
 def _matching(root: nn.Module, pattern: str) -> set[nn.Module]:

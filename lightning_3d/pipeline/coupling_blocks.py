@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -71,6 +72,12 @@ class _Probe:
         shapes = tuple((name, tensor.shape) for name, tensor in self._state.items())
         self.kind: Hashable = (classes, shapes, repr(self._metas))
         """Blocks of one kind do alike."""
+
+    @cached_property
+    def _dims(self) -> list[int | None]:
+        """The dimension of the samples in each argument."""
+        pairs = zip(self._metas, self._of_part, strict=True)
+        return [grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None for meta, of_part in pairs]
 
     def couples(self, dims: Dims) -> bool:
         """Whether it couples samples.
@@ -131,9 +138,8 @@ class _Probe:
                 numbers are positive, as some blocks want.
         """
         inputs = list[object]()
-        for meta, of_part in zip(self._metas, self._of_part, strict=True):
+        for meta, dim in zip(self._metas, self._dims, strict=True):
             drawn = meta.random() if isinstance(meta, TensorMeta) else meta
-            dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
             if are_apart and dim is not None and isinstance(drawn, Tensor) and drawn.is_floating_point():
                 means = [size if d in (dim, drawn.dim() - 1) else 1 for d, size in enumerate(drawn.shape)]
                 drawn = drawn - 0.5 + torch.randn(means, dtype=drawn.dtype, device=drawn.device)
@@ -143,8 +149,7 @@ class _Probe:
     def _half(self, inputs: Sequence[object], index: int) -> list[object]:
         """The samples of the first half of these, or of the second."""
         given: list[object] = []
-        for leaf, meta, of_part in zip(inputs, self._metas, self._of_part, strict=True):
-            dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
+        for leaf, of_part, dim in zip(inputs, self._of_part, self._dims, strict=True):
             own = leaf if isinstance(leaf, Tensor) else of_part
             given.append(own if dim is None else _half_of(own, dim, index))
         return given
@@ -152,8 +157,7 @@ class _Probe:
     def _with_other_half(self, inputs: Sequence[Any], others: Sequence[Any]) -> list[object]:
         """These, where the second half of the samples are others."""
         mixed = []
-        for leaf, other, meta, of_part in zip(inputs, others, self._metas, self._of_part, strict=True):
-            dim = grown_dim(meta, of_part) if isinstance(meta, TensorMeta) else None
+        for leaf, other, dim in zip(inputs, others, self._dims, strict=True):
             if dim is not None:
                 size = leaf.shape[dim] // 2
                 leaf = torch.cat([leaf.narrow(dim, 0, size), other.narrow(dim, size, leaf.shape[dim] - size)], dim)

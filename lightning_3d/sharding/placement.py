@@ -68,9 +68,13 @@ class Shard:
         """One rank's part of a full tensor, a view."""
         return full.chunk(size, self.dim)[rank] if self.lengths is None else full.split(self.lengths, self.dim)[rank]
 
+    def sizes(self, full_length: int, size: int) -> tuple[int, ...]:
+        """By rank the length of its shard of a dim of this length."""
+        return self.lengths or (full_length // size,) * size
+
     def bounds(self, full_length: int, size: int) -> tuple[int, ...]:
         """Where the shards of a dim of this length begin, and its end."""
-        return (0, *accumulate(self.lengths or (full_length // size,) * size))
+        return (0, *accumulate(self.sizes(full_length, size)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

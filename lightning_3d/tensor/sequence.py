@@ -35,7 +35,7 @@ def cut_sequence(args: tuple[object, ...], axis: Axis) -> tuple[tuple[Any, ...],
         The arguments, and the full shape of what is cut; None if nothing is.
     """
     first = args[0] if args else None
-    if not is_sequence(first) or first.shape[SEQUENCE_DIM] < axis.size:
+    if not _is_sequence(first) or first.shape[SEQUENCE_DIM] < axis.size:
         return args, None
     along = along_sequence(first.shape, axis)
     own = redistribute(first, axis, REPLICATE, along)
@@ -48,8 +48,7 @@ def along_sequence(sequence: torch.Size, axis: Axis) -> Shard:
     return chunked(SEQUENCE_DIM, sequence[SEQUENCE_DIM], axis.size)
 
 
-def is_sequence(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is an activation of shape (B, T, D)."""
+def _is_sequence(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
 
 
