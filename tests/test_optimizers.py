@@ -51,7 +51,7 @@ from tests.workers import WorkerError, WorkerPools
 
 Make = Callable[[Any], Optimizer]
 
-ROWS: dict[str, Make] = {
+ELEMENTWISE: dict[str, Make] = {
     "SGD": partial(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
     "SGD, foreach": partial(SGD, momentum=0.9, foreach=True),
     "SGD, fused": partial(SGD, momentum=0.9, fused=True),
@@ -63,7 +63,7 @@ ROWS: dict[str, Make] = {
     **{make.__name__: make for make in (NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop)},
 }
 KINDS: dict[OptimizerKind, dict[str, Make]] = {
-    "rows": {**ROWS, **{make.__name__: make for make in (Lion, ScheduleFree, Switched, Derived)}},
+    "elements": {**ELEMENTWISE, **{make.__name__: make for make in (Lion, ScheduleFree, Switched, Derived)}},
     "parameters": {
         **{make.__name__: make for make in (Lamb, Lars, Shampoo, Adafactor, Muon)},
         **{f"by {name}": partial(Noted, by=name) for name in ("attribute", "state")},
@@ -86,8 +86,8 @@ def test_kinds_are_found(kind: OptimizerKind, name: str) -> None:
 
 def test_torch_s_elementwise_optimizers_are_found_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_3d.zero.optimizer_kind._ELEMENTWISE", ())
-    for name, make in ROWS.items():
-        assert optimizer_kind(make([nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))])) == "rows", name
+    for name, make in ELEMENTWISE.items():
+        assert optimizer_kind(make([nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))])) == "elements", name
 
 
 class Trained(TinyMLP):

@@ -116,7 +116,7 @@ def _kind_on_device() -> str:
 
 
 def test_optimizers_are_tried_where_they_step(ranks: RanksOf) -> None:
-    assert ranks(2).run(_kind_on_device) == ["rows", "rows"]
+    assert ranks(2).run(_kind_on_device) == ["elements", "elements"]
 
 
 class Predicting(TinyGPT):

@@ -24,11 +24,11 @@ class ZeroConfig:
     """0: replicate everything; 1: shard the optimizer state; 2: and the gradients; 3: and the parameters. Up to stage 2
     parameters are plain and whole on every rank, as under DDP; at stage 3 they are FSDP2's."""
 
-    optimizer_steps: Literal["auto", "rows", "parameters", "all"] = "auto"
-    """How much of a parameter an optimizer has to see at once. ``"rows"``: any rows of one, as those that work element
-    by element (AdamW). ``"parameters"``: whole parameters (Muon, LAMB). ``"all"``: all parameters together (LBFGS).
-    ``"auto"`` tries each optimizer on small tensors. At stages 1 and 2 ranks share the rows, or the parameters, each of
-    which one rank steps; with ``"all"`` every rank steps everything."""
+    optimizer_steps: Literal["auto", "elements", "parameters", "all"] = "auto"
+    """How much of a parameter an optimizer has to see at once. ``"elements"``: it works element by element, so that any
+    part of one will do (AdamW). ``"parameters"``: whole parameters (Muon, LAMB). ``"all"``: all parameters together
+    (LBFGS). ``"auto"`` tries each optimizer on small tensors. At stages 1 and 2 ranks share the elements, or the
+    parameters, each of which one rank steps; with ``"all"`` every rank steps everything."""
 
     show_gradients: bool | Literal["auto"] = "auto"
     """Whether stages 1 and 2 gather the reduced gradients, so that ``grad`` is whole before the optimizer's step as

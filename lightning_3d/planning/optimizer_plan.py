@@ -10,7 +10,7 @@ from lightning_3d.zero.optimizer_kind import OptimizerKind
 KindFound = Literal["known", "tried on small tensors", "set by zero.optimizer_steps"]
 
 _STEPS: dict[OptimizerKind, str] = {
-    "rows": "rows of each parameter",
+    "elements": "parameters element by element",
     "parameters": "whole parameters",
     "all": "all parameters together",
 }

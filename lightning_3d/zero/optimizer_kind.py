@@ -32,9 +32,9 @@ from torch.optim import (
 from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.torch_internals.pytree import tree_leaves
 
-OptimizerKind = Literal["rows", "parameters", "all"]
-"""``"rows"``: it works element by element, so any rows of a parameter can be stepped alone. ``"parameters"``: it needs
-whole parameters (their norms, their singular vectors). ``"all"``: it needs all parameters together, holds them
+OptimizerKind = Literal["elements", "parameters", "all"]
+"""``"elements"``: it works element by element, so that any part of a parameter can be stepped alone. ``"parameters"``:
+it needs whole parameters (their norms, their singular vectors). ``"all"``: it needs all parameters together, holds them
 elsewhere than in its groups, or was not understood."""
 
 _CPU = torch.device("cpu")
@@ -62,10 +62,10 @@ def optimizer_kind(optimizer: Optimizer, *, device: torch.device = _CPU) -> Opti
         device: Where it steps.
     """
     if is_known(optimizer):
-        return "rows"
+        return "elements"
     with _undisturbed():
         kinds = {_kind(optimizer, case, device) for case in _cases(optimizer)}
-    return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
+    return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "elements"
 
 
 def num_states(optimizer: Optimizer) -> int:
@@ -161,16 +161,16 @@ def _kind(optimizer: Optimizer, case: _Case, device: torch.device) -> OptimizerK
         if not is_alike or not alone.moved.any():
             return "all"
         try:
-            is_by_rows = _are_close(alone.moved, _try(optimizer, case, [[first, _part(first, 0, 0, 0)]]).moved)
+            is_elementwise = _are_close(alone.moved, _try(optimizer, case, [[first, _part(first, 0, 0, 0)]]).moved)
             for cut in range(min(dim, 2)):  # as ZeRO and tensor parallel share parameters
                 size = first[0].shape[cut]
                 ends = (0, size * 2 // 3, size)
                 parts = [_part(first, cut, *pair) for pair in pairwise(ends)]
                 moved = torch.cat([_try(optimizer, case, [[part]]).moved for part in parts], cut)
-                is_by_rows &= _are_close(alone.moved, moved)
+                is_elementwise &= _are_close(alone.moved, moved)
         except Exception:  # what it does with whole ones it can't do with these
             return "parameters"
-        return "rows" if is_by_rows else "parameters"
+        return "elements" if is_elementwise else "parameters"
     return "all"
 
 

@@ -19,7 +19,7 @@ def kinds_of(
     parameters: Iterable[nn.Parameter], kinds: Mapping[Optimizer, OptimizerKind]
 ) -> dict[nn.Parameter, OptimizerKind]:
     """How much of each parameter its optimizers have to see; of one that none has yet, what any of them has to."""
-    order: tuple[OptimizerKind, ...] = ("rows", "parameters", "all")
+    order: tuple[OptimizerKind, ...] = ("elements", "parameters", "all")
     most = order[max((order.index(kind) for kind in kinds.values()), default=0)]
     found: dict[nn.Parameter, OptimizerKind] = {}
     for optimizer, kind in sorted(kinds.items(), key=lambda item: order.index(item[1])):
