@@ -53,6 +53,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         data_parallel_size: Number of model replicas; ``"auto"`` fills the world size.
         tensor_parallel_size: Ranks that share each block's weights.
         context_parallel_size: Ranks that share each sequence.
+        samples_per_step: Samples of all replicas in an optimizer step, whose number of batches follows.
         zero: A ``ZeroConfig`` or a dict of its keys.
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.
@@ -83,6 +84,7 @@ class ThreeDStrategy(Configured, ParallelStrategy):
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int = 1,
         context_parallel_size: int = 1,
+        samples_per_step: int | None = None,
         zero: ZeroConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         tensor: TensorConfig | dict[str, Any] | None = None,
@@ -203,9 +205,10 @@ class ThreeDStrategy(Configured, ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Tells Lightning to give dataloaders a distributed sampler: one replica keeps the user's own order, unless it
-        goes on with that of several.
+        has that of any number of them, or goes on with that of several.
         """
-        return self._shape.size("samples") > 1 or self.run.keeps_replicas_order
+        has_order = self.config.samples_per_step is not None or self.run.keeps_replicas_order
+        return self._shape.size("samples") > 1 or has_order
 
     @property
     @override

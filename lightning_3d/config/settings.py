@@ -83,6 +83,10 @@ class ThreeDConfig:
     context_parallel_size: Size = 1
     """Ranks that share each sequence."""
 
+    samples_per_step: Size | None = None
+    """Samples of all replicas in an optimizer step, on any number of them: as many batches are accumulated as it takes.
+    ``None``: a batch of each replica, times ``Trainer(accumulate_grad_batches=...)``."""
+
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     """How much of the training state the data-parallel ranks share."""
 

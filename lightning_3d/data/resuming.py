@@ -21,6 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_3d.data.held_generators import generators_of_loaders, generators_of_modules
 from lightning_3d.data.sample_order import order_of
+from lightning_3d.data.step_sampler import StepSampler
 from lightning_3d.distributed.generator_states import packed, packed_states, unpack, unpacked_states
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import BatchError
@@ -86,9 +87,9 @@ class Resuming:
             self._note_iterator()
         elif self._trainer.fit_loop.is_resuming and not any(map(data_loops.keeps_place, loaders)):
             num_read = data_loops.num_read(self._trainer) if self._reads_again else 0
-            if num_read:
-                if saved is not None:
-                    self._check_order(num_read, saved)
+            if num_read and saved is not None:
+                self._check_order(num_read, saved)
+            if num_read and not self._is_left_out(num_read, saved):
                 self._read_again(fetcher, num_read, None if saved is None else saved["epoch"])
                 go_on()
                 return
@@ -117,6 +118,18 @@ class Resuming:
                 f" has {now} ({told[1]}): the rest of the epoch would have samples twice or never. Go on with {then}"
                 " replicas, or from the end of an epoch, or set batch.resume='restart' to begin the epoch anew."
             )
+
+    def _is_left_out(self, num: int, saved: Mapping[str, Any] | None) -> bool:
+        """Whether the sampler leaves out so many batches of the epoch, so that none is read again: on another number
+        of replicas than they were read on, whose random states are not to be had.
+        """
+        loaders = data_loops.training_loaders(self._trainer)
+        samplers = [loader.sampler for loader in loaders if isinstance(getattr(loader, "sampler", None), StepSampler)]
+        if saved is None or saved["replicas"] == self._num_replicas or len(samplers) < len(loaders):
+            return False
+        for loader, sampler in zip(loaders, samplers, strict=True):
+            sampler.num_left_out = num * loader.batch_size
+        return True
 
     def _read_again(self, fetcher: data_loops.Fetcher, num: int, epoch: Mapping[str, Any] | None) -> None:
         rank_zero_info(

@@ -134,21 +134,21 @@ class StepRandomness:
 
     Args:
         seed: Equal on all ranks.
-        num_replicas: Size of the dp axis.
-        dp_rank: Index of the replica.
+        replica: Index of the replica; 0 on all, where numbers of steps differ between replicas.
+        is_alone: Whether it is a single replica that draws what one process would, where it has no pipeline.
         device: Whose generator is set besides the CPU's.
     """
 
-    def __init__(self, *, seed: int, num_replicas: int, dp_rank: int, device: torch.device) -> None:
+    def __init__(self, *, seed: int, replica: int, is_alone: bool, device: torch.device) -> None:
         self.seed = seed
         """Equal on all ranks; a resumed run goes on with the one of its checkpoint."""
-        self._num_replicas, self._dp_rank = num_replicas, dp_rank
+        self._replica, self._is_alone = replica, is_alone
         self._generators = Generators(device)
 
     @contextmanager
     def replica(self, step: int) -> Iterator[None]:
-        """Run a step without a pipeline. A single replica draws what one process would."""
-        if self._num_replicas == 1:
+        """Run a step without a pipeline."""
+        if self._is_alone:
             yield
             return
         with self.step():
@@ -167,13 +167,13 @@ class StepRandomness:
         Args:
             host_alike: Whether Python and NumPy draw the same in all microbatches.
         """
-        self._generators.seed_torch(self._mix(step, microbatch, self._dp_rank, 0))
-        seed_host(self._mix(step, 0 if host_alike else microbatch, self._dp_rank, 0))
+        self._generators.seed_torch(self._mix(step, microbatch, self._replica, 0))
+        seed_host(self._mix(step, 0 if host_alike else microbatch, self._replica, 0))
 
     @contextmanager
     def block(self, step: int, microbatch: int, call: int) -> Iterator[None]:
         """Run the call of this number in the step with torch's numbers of its own, and let glue go on where it was."""
-        with self._generators.torch_seeded(self._mix(step, microbatch, self._dp_rank, 1, call)):
+        with self._generators.torch_seeded(self._mix(step, microbatch, self._replica, 1, call)):
             yield
 
     def _mix(self, *parts: int) -> int:

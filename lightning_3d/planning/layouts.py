@@ -101,6 +101,8 @@ def _candidates(
     for shape in _shapes(config, world_size, cuts_sequences=cuts_sequences):
         if config.tensor_parallel_size == 1 and ranks_per_node % shape.tp:  # its groups would be across nodes
             continue
+        if config.samples_per_step is not None and config.samples_per_step % (shape.size("samples") * num_samples):
+            continue
         stages: tuple[Literal[0, 1, 2, 3], ...] = (1, 0, 3)
         is_free = config.zero.stage == ZeroConfig().stage and shape.size("state") > 1
         for stage in stages if is_free else [config.zero.stage]:

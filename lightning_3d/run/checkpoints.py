@@ -18,6 +18,7 @@ from lightning_3d.model.unbuilt import is_unbuilt
 from lightning_3d.parts.layout import check_layout, full_modules, has_some_layout, summoned
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.run import Run
+from lightning_3d.torch_internals.data_loops import recount_batches
 from lightning_3d.torch_internals.lightning_helpers import load_loader_states
 
 
@@ -89,6 +90,8 @@ def save(run: Run, checkpoint: dict[str, object], path: str | os.PathLike[str], 
             "optimizers": [type(optimizer).__name__ for optimizer in context.strategy.optimizers],
             "steps": {"seed": run.parallel.randomness.seed, "number": run.steps.number},
             "ranks": gather_ranks(run.resuming.state()),
+            "samples_per_step": run.config.samples_per_step,
+            "batches_per_step": run.batches_per_step,
         }
         checkpoint = {**checkpoint, RUN: place}
     run.checkpoints.save_checkpoint(checkpoint, path, storage_options)
@@ -115,7 +118,10 @@ def load_model(run: Run, checkpoint: Mapping[str, object], *, strict: bool) -> N
 def load_optimizers(run: Run, checkpoint: Mapping[str, Any]) -> None:
     """Fill the optimizers, and note the place of the fit that this one goes on with."""
     load_loader_states(run.trainer)  # planning has made them before loops were restored
-    run.resumes = checkpoint.get(RUN)
+    run.resumes = resumes = checkpoint.get(RUN)
+    samples = run.config.samples_per_step
+    if resumes is not None and samples is not None and samples == resumes.get("samples_per_step"):
+        recount_batches(run.trainer, resumes["batches_per_step"])
     run.context.precision.take_other_scale(checkpoint)
     run.checkpoints.load_optimizers(checkpoint)
 

@@ -28,6 +28,7 @@ from lightning_3d.pipeline.spans import SpanRecorder
 from lightning_3d.planning.layouts import Choice
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.run.context import RunContext
+from lightning_3d.run.decide.accumulation import batches_per_step
 from lightning_3d.run.decide.auto_layout import choose_layout
 from lightning_3d.run.decide.plan_model import Planned, plan_model
 from lightning_3d.run.decide.requirements import check_run
@@ -40,6 +41,7 @@ from lightning_3d.run.session import open_before_layout, open_before_planning, o
 from lightning_3d.run.steps import Steps
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.data_loops import called_before_stops
+from lightning_3d.torch_internals.patches import replaced
 
 
 class Run:
@@ -78,6 +80,8 @@ class Run:
         """In a fit: notes where it is."""
         self.resumes: Mapping[str, Any] | None = None
         """The state of the fit that this one goes on with, until it does."""
+        self.batches_per_step: int = 1
+        """In a fit: those that a replica accumulates."""
         self.restores_late: bool | None = None
         """Whether checkpoints are restored after setup; known once the model is built."""
         self.keeps_replicas_order: bool = False
@@ -148,9 +152,12 @@ class Run:
         if self.is_fit:
             reads_again = self.config.batch.resume == "exact"
             self.resuming = Resuming(self.trainer, self.module, self._strategy.root_device, reads_again=reads_again)
-        open_before_layout(self.ranks.session, self._dataclasses, self.resuming)
+        open_before_layout(self.ranks.session, self.context, self._dataclasses, self.resuming)
         if self.is_fit:
             self._choose_layout()
+            self.batches_per_step = batches_per_step(self.context)
+            accumulated = {"accumulate_grad_batches": self.batches_per_step}
+            self.ranks.session.enter_context(replaced("accumulation", self.trainer, accumulated))
         check_run(self.context, self._deepspeed)
         open_before_planning(self.ranks.session, self.config, self.ranks.mesh)
         self._planned = None if self.is_parallel else plan_model(self.context)

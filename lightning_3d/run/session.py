@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.resuming import Resuming
+from lightning_3d.data.step_sampler import in_whole_steps
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.parts.finetuning import finetuning_joined
 from lightning_3d.run.context import RunContext
@@ -20,14 +22,16 @@ from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.user_clipping import clipping_joined
 from lightning_3d.torch_internals import flex_attention
 from lightning_3d.torch_internals.dynamo import modules_watched
-from lightning_3d.torch_internals.lightning_helpers import logging_as_alone
+from lightning_3d.torch_internals.lightning_helpers import logging_as_alone, training_samplers_changed
 from lightning_3d.torch_internals.losses import weights_shown
 from lightning_3d.torch_internals.optimizers import averages_grouped
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
 
 
-def open_before_layout(session: ExitStack, dataclasses: list[type[object]], resuming: Resuming | None) -> None:
-    """Apply the patches that are needed before the layout is known: dataclasses as pytrees, hooks of resuming.
+def open_before_layout(
+    session: ExitStack, context: RunContext, dataclasses: list[type[object]], resuming: Resuming | None
+) -> None:
+    """Apply the patches that are needed before the layout is known: dataclasses as pytrees, resuming, order of samples.
 
     Args:
         dataclasses: Those that steps of the model passed around in earlier runs.
@@ -36,6 +40,9 @@ def open_before_layout(session: ExitStack, dataclasses: list[type[object]], resu
     session.enter_context(dataclasses_registered(dataclasses))
     if resuming is not None:
         session.enter_context(resuming.installed())
+    if (samples := context.config.samples_per_step) is not None:
+        in_steps = partial(in_whole_steps, samples_per_step=samples)
+        session.enter_context(training_samplers_changed(context.trainer, in_steps))
 
 
 def open_before_planning(session: ExitStack, config: ThreeDConfig, mesh: Mesh) -> None:

@@ -37,7 +37,7 @@ class Steps:
             batch = parallel.guard(batch)
             if parallel.budget is not None:
                 parallel.budget.look_at(batch)
-            return parallel.runner.train(batch, rest, number=self.number, accumulating=self.accumulating)
+            return parallel.runner.train(batch, rest, number=self._seed(trains=True), accumulating=self.accumulating)
 
     def evaluate(
         self, name: str, precision: AbstractContextManager[None], batch: object, rest: Sequence[object]
@@ -46,7 +46,19 @@ class Steps:
         # DTensors do not survive inference mode.
         with precision, self._running(are_buffers_due=False), torch.inference_mode(False), torch.no_grad():
             batch = self._parallel.guard(detached_from_inference(batch))
-            return self._parallel.runner.evaluate(name, batch, rest, number=self.number)
+            return self._parallel.runner.evaluate(name, batch, rest, number=self._seed(trains=False))
+
+    def _seed(self, *, trains: bool) -> int:
+        """A number from which the random numbers of this step follow.
+
+        With ``samples_per_step`` it is the place of the batch in the epoch of all replicas, on any number of them.
+        """
+        config, mesh, fit = self._context.config, self._context.mesh, self._context.trainer.fit_loop
+        if config.samples_per_step is None:
+            return self.number
+        number = fit.batch_idx if trains else self.number
+        place = number * mesh.shape.size("samples") + mesh.dp_rank
+        return (self._context.trainer.current_epoch << 32) + place if trains else ~place
 
     @contextmanager
     def _running(self, *, are_buffers_due: bool) -> Iterator[None]:

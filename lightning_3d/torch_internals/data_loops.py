@@ -154,6 +154,19 @@ def num_read(trainer: Trainer) -> int:
     return loop.epoch_loop.batch_progress.current.ready if loop.restarted_mid_epoch else 0
 
 
+def recount_batches(trainer: Trainer, batches_per_step: int) -> None:
+    """Let a fit that is about to go on count batches as if each step had taken so many as it takes now.
+
+    Args:
+        batches_per_step: Those that it took when they were counted; steps that were not finished count for nothing.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    for counts in (progress.current, progress.total):
+        more = counts.ready // batches_per_step * trainer.accumulate_grad_batches - counts.ready
+        for name, number in vars(counts).items():
+            setattr(counts, name, number + more)
+
+
 def training_loaders(trainer: Trainer) -> Sequence[Any]:
     """The dataloaders of a fit."""
     combined = trainer.fit_loop._combined_loader

@@ -29,12 +29,13 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_3d.torch_internals.patches import replaced
@@ -227,6 +228,20 @@ def samplers_noted(trainer: Trainer) -> Iterator[list[bool]]:
 
     with replaced("samplers", connector, {"_requires_distributed_sampler": noted}):
         yield found
+
+
+@contextmanager
+def training_samplers_changed(trainer: Trainer, change: Callable[[DataLoader[Any], object], object]) -> Iterator[None]:
+    """Let training dataloaders have ``change(dataloader, sampler)`` for the sampler that the Trainer makes for them."""
+    connector = trainer._data_connector
+    resolve = connector._resolve_sampler
+
+    def changed(dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None) -> object:
+        sampler = resolve(dataloader, shuffle=shuffle, mode=mode)
+        return change(dataloader, sampler) if mode == RunningStage.TRAINING else sampler
+
+    with replaced("order of samples", connector, {"_resolve_sampler": changed}):
+        yield
 
 
 def forget_loaders(trainer: Trainer) -> None:

@@ -109,6 +109,12 @@ OF_OBJECTS: Mapping[str, Patch] = {
         "RANK is the replica's, the Trainer's is not",
         "data are read",
     ),
+    "accumulation": Patch(
+        "the Trainer", "accumulate_grad_batches", "a step has so many samples on any number of replicas", "teardown"
+    ),
+    "order of samples": Patch(
+        "the Trainer's data connector", "_resolve_sampler", "the same on any number of replicas", "teardown"
+    ),
     "samplers": Patch(
         "the Trainer's data connector", "_requires_distributed_sampler", "whether it gives one", "loaders are made"
     ),

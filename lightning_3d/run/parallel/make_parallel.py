@@ -67,8 +67,8 @@ def make_parallel(planned: Planned) -> ParallelModel:
     heads = fused_heads(context, plan, blocks)
     randomness = StepRandomness(
         seed=on_one_rank(torch.initial_seed),
-        num_replicas=mesh.shape.size("samples"),
-        dp_rank=mesh.dp_rank,
+        replica=mesh.dp_rank if config.samples_per_step is None else 0,
+        is_alone=mesh.shape.size("samples") == 1 and config.samples_per_step is None,
         device=device,
     )
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)

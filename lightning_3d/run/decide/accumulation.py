@@ -1,0 +1,54 @@
+"""How many batches a replica accumulates, so that a step has the samples that ``samples_per_step`` asks for."""
+
+from __future__ import annotations
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_3d.errors import ConfigError
+from lightning_3d.run.context import RunContext
+from lightning_3d.torch_internals.lightning_helpers import active_loaders, callbacks_of
+
+
+def batches_per_step(context: RunContext) -> int:
+    """The batches that a replica accumulates; as many as the Trainer is told, where ``samples_per_step`` is not given.
+
+    Raises:
+        ConfigError: batches of all replicas don't make such a step, or the Trainer is told how many to accumulate.
+    """
+    trainer, samples = context.trainer, context.config.samples_per_step
+    loaders = active_loaders(trainer) if samples is not None else None
+    if samples is None or loaders is None:
+        return trainer.accumulate_grad_batches
+    has_scheduler = any(
+        type(each) is GradientAccumulationScheduler and each.going_to_accumulate_grad_batches()
+        for each in callbacks_of(trainer)
+    )
+    if trainer.accumulate_grad_batches != 1 or has_scheduler or not context.module.automatic_optimization:
+        raise ConfigError(
+            f"samples_per_step={samples} says how many batches make a step, but so do"
+            f" Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), GradientAccumulationScheduler and"
+            " manual optimization: use one of them"
+        )
+    sizes = [_batch_size(loader) for loader in loaders.flat]
+    replicas = context.mesh.shape.size("samples")
+    if len(sizes) != 1 or sizes[0] is None:
+        raise ConfigError(
+            f"samples_per_step={samples} needs one training dataloader that tells its batch_size, but there are"
+            f" {len(sizes)}, of batch sizes {sizes}: use Trainer(accumulate_grad_batches=...)"
+        )
+    batch, per_batch = sizes[0], sizes[0] * replicas
+    num, rest = divmod(samples, per_batch)
+    if rest:
+        near = ", ".join(str(each * per_batch) for each in (num, num + 1) if each)
+        raise ConfigError(
+            f"samples_per_step={samples} is no multiple of the {per_batch} samples in a batch of {batch} on each of"
+            f" {replicas} replicas: use {near}, another batch_size or another number of replicas"
+        )
+    rank_zero_info(f"A step has {samples} samples: {num} batches of {batch} on each of {replicas} replicas.")
+    return num
+
+
+def _batch_size(loader: object) -> int | None:
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
