@@ -7,11 +7,12 @@ parts are those of the slowest rank: until the other process has ended, until to
 the model and its plan until the fit begins, and the first step. The bar: at most 1.5 of the whole of DDP.
 """
 
+# ruff: noqa: E402  # the imports are measured
 from __future__ import annotations
 
 import time
 
-_START = time.time()  # ruff: noqa: E402  # the imports are measured
+_START = time.time()  # before the imports
 
 import os
 import signal
