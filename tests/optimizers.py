@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -237,4 +238,37 @@ class Sam(ByHand):
         for parameter, value in zip(parameters, before, strict=True):
             has_gradient = parameter.grad is not None  # the second run may take another path than the first
             parameter.copy_(value.sub(parameter.grad, alpha=self.param_groups[0]["lr"]) if has_gradient else value)
+        return loss
+
+
+# ---- by communication of its own
+
+
+class SharedMuon(ByHand):
+    """Of each group every rank of the world steps the matrices that are its turn, and sends them to the others; after
+    Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
+
+    Args:
+        alone: Steps of descent without communication before.
+    """
+
+    def __init__(self, params: Any, alone: int = 0) -> None:
+        super().__init__(params)
+        self.alone = alone
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.alone -= 1
+        if self.alone >= 0:
+            return super().step(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                owner = number % dist.get_world_size()
+                if owner == dist.get_rank() and parameter.grad is not None:
+                    momentum = self.kept(parameter, "momentum").mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(momentum / momentum.norm(), alpha=group["lr"])
+                shares = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+                dist.all_gather(shares, parameter.detach())
+                parameter.copy_(shares[owner])
         return loss

@@ -6,12 +6,15 @@ That they step as in one process the law shows.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
@@ -31,8 +34,9 @@ from torch.optim import (
     Rprop,
 )
 
+from lightning_3d.errors import StepError
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
-from tests.models import TinyMLP, features
+from tests.models import TinyMLP, features, training_loader
 from tests.optimizers import (
     ClippingAdam,
     Derived,
@@ -44,9 +48,10 @@ from tests.optimizers import (
     Sam,
     ScheduleFree,
     Shampoo,
+    SharedMuon,
     Switched,
 )
-from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.parity import QUIET, Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
 
 Make = Callable[[Any], Optimizer]
@@ -115,6 +120,12 @@ def test_those_that_step_all_are_refused_on_parts(workers: WorkerPools, name: st
         workers(2).run(_fit, name, layout)
 
 
+def _refusal(fit: Callable[[Layout], object], layout: Layout) -> str:
+    with pytest.raises(StepError) as raised:
+        fit(layout)
+    return str(raised.value)
+
+
 class Telling(Trained):
     """Has an optimizer that tells parameters by a set."""
 
@@ -160,3 +171,53 @@ def test_modes_of_schedule_free_ones(workers: WorkerPools, layout: Layout) -> No
     for of_rank, found in workers(2).run(_evaluated, layout):
         assert_same_state([of_rank], weights)
         assert found == pytest.approx(loss, abs=1e-5)
+
+
+class Shared(TinyMLP):
+    """Has an optimizer that communicates, at once or after some steps."""
+
+    def __init__(self, alone: int) -> None:
+        super().__init__()
+        self.alone = alone
+
+    def configure_optimizers(self) -> Any:
+        return SharedMuon(self.parameters(), alone=self.alone)
+
+
+def _fit_shared(layout: Layout | None, alone: int = 0) -> dict[str, Tensor]:
+    """The weights that two replicas train, with DDP where there is no layout."""
+    L.seed_everything(1, verbose=False)
+    strategy = DDPStrategy() if layout is None else layout.strategy()
+    trainer = L.Trainer(**QUIET, strategy=strategy, devices=2, max_epochs=alone + 2, enable_checkpointing=False)
+    dp = 2 if layout is None else layout.dp
+    trainer.fit(Shared(alone), training_loader(features(16), global_batch_size=8, data_parallel_size=dp))
+    return whole_state(trainer)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_one_that_communicates_steps_as_under_ddp(workers: WorkerPools, zero: Any) -> None:
+    expected = workers(2).run(_fit_shared, None)
+    for of_rank, of_ddp in zip(workers(2).run(_fit_shared, Layout(dp=2, zero=zero)), expected, strict=True):
+        assert_same_state([of_rank], of_ddp, tolerance=0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, zero=3),
+        Layout(tp=2),
+        Layout(pp=2),
+        Layout(dp=2, zero=1, zero_settings={"optimizer_steps": "parameters"}),
+    ],
+    ids=str,
+)
+def test_one_that_communicates_is_refused_on_parts(workers: WorkerPools, layout: Layout) -> None:
+    lines = workers(2).run(_refusal, _fit_shared, layout)
+    assert lines[0] == lines[1]
+    assert re.match("SharedMuon communicates in its step.*single-device class", lines[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(tp=2), Layout(pp=2)], ids=str)
+def test_one_that_communicates_late_is_refused_then(workers: WorkerPools, layout: Layout) -> None:
+    with pytest.raises(WorkerError, match=r"StepError: SharedMuon communicates in its step"):
+        workers(2).run(_fit_shared, layout, 21)

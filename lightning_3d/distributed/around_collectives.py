@@ -17,7 +17,7 @@ from lightning_3d.torch_internals.patches import replaced
 Around = Callable[[str], AbstractContextManager[None]]
 """Name of the axes that a group of ranks is along -> the context of a collective."""
 
-_KINDS = [
+COLLECTIVES = (
     "all_gather_single",
     "all_to_all_single",
     "allgather",
@@ -35,7 +35,8 @@ _KINDS = [
     "reduce_scatter_single",
     "scatter",
     "send",
-]
+)
+"""The methods of a process group that communicate."""
 
 
 def axes_of(group: dist.ProcessGroup, shape: MeshShape) -> str:
@@ -79,7 +80,7 @@ def around_collectives(shape: MeshShape, around: Around) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(
-            replaced("measured collectives", dist.ProcessGroup, {kind: measured(kind) for kind in _KINDS})
+            replaced("measured collectives", dist.ProcessGroup, {kind: measured(kind) for kind in COLLECTIVES})
         )
         stack.enter_context(replaced("measured collectives", dist.Work, {"wait": wait}))
         stack.enter_context(waits_replaced(run))

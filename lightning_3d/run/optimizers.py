@@ -17,7 +17,7 @@ from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.planning.optimizer_plan import KindFound, OptimizerPlan
 from lightning_3d.run.context import RunContext
-from lightning_3d.run.decide.requirements import check_optimizers
+from lightning_3d.run.decide.requirements import check_optimizers, refuse_collectives
 from lightning_3d.run.parallel.offload import offloaded_steps
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.pending_gradients import gradients_seen
@@ -26,6 +26,7 @@ from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.optimizer_kind import OptimizerKind, is_known
+from lightning_3d.zero.own_collectives import before_collectives
 from lightning_3d.zero.owners import kinds_of
 from lightning_3d.zero.whole_steps import WholeParameter, WholeSteps, whole_parameters
 
@@ -72,6 +73,12 @@ class TrainedOptimizers:
                 alike=TPReplicaSync(mesh.group("tp")) if mesh.shape.tp > 1 else None,
             )
             undone.enter_context(self._steps.hooked(optimizers))
+
+            def before_collective() -> None:
+                for optimizer in self._steps.running:
+                    refuse_collectives(optimizer, kinds[optimizer], mesh.shape, config.zero)
+
+            undone.enter_context(before_collectives(before_collective))
             if parallel.budget is not None and not parallel.plan.memory:
                 held = parallel.held(config, optimizers)
                 parallel.plan = parallel.budget.plan(parallel.plan, module, held, config, mesh, device)

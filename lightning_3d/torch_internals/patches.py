@@ -56,6 +56,9 @@ PROCESS_WIDE: Mapping[str, Patch] = {
     "modes of optimizers": Patch(
         "the classes of optimizers", "train, eval", "schedule-free ones move parameters outside of steps", "teardown"
     ),
+    "collectives of optimizers": Patch(
+        "ProcessGroup", "collectives", "an optimizer may communicate, where ranks step parts", "teardown"
+    ),
     "interrupts": Patch("Lightning's call", "_interrupt", "hooks that raise would end a teardown", "a failed run ends"),
     "numbers": Patch(
         "LightningModule, Trainer",

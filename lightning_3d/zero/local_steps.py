@@ -66,6 +66,8 @@ class LocalSteps:
         self._unfinished: set[Optimizer] = set()  # whose step has begun
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
         self._optimizers: Sequence[Optimizer] = ()
+        self.running = set[Optimizer]()
+        """Those whose own code steps parameters now."""
 
     @contextmanager
     def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -213,6 +215,7 @@ class LocalSteps:
             self._alike.before_step(optimizer, self._swap(optimizer, steps=True))
         else:
             self._swap(optimizer, steps=True)
+        self.running.add(optimizer)
 
     def _gather(self, optimizer: Optimizer, *, steps: bool) -> None:
         """Bring cut parameters to their owners: those that it steps, or all."""
@@ -311,6 +314,7 @@ class LocalSteps:
         return [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
 
     def _put_back(self, optimizer: Optimizer) -> None:
+        self.running.discard(optimizer)
         if (swapped := self._swapped.pop(optimizer, None)) is not None:
             swapped.back()
         for parameter in self._lent.pop(optimizer, ()):

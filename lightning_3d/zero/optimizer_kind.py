@@ -12,7 +12,9 @@ from itertools import chain, pairwise
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import (
     ASGD,
     LBFGS,
@@ -31,6 +33,7 @@ from torch.optim import (
 
 from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.zero.own_collectives import CollectiveError, NoCollectives
 
 OptimizerKind = Literal["elements", "parameters", "all"]
 """``"elements"``: it works element by element, so that any part of a parameter can be stepped alone. ``"parameters"``:
@@ -66,6 +69,25 @@ def optimizer_kind(optimizer: Optimizer, *, device: torch.device = _CPU) -> Opti
     with _undisturbed():
         kinds = {_kind(optimizer, case, device) for case in _cases(optimizer)}
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "elements"
+
+
+def communicates(optimizer: Optimizer, *, device: torch.device = _CPU) -> bool:
+    """Whether its steps make collectives, so that all ranks have to come to them with all parameters.
+
+    Args:
+        device: Where it steps.
+    """
+    if is_known(optimizer):
+        return False
+    with _undisturbed():
+        for case in _cases(optimizer):
+            try:
+                _try(optimizer, case, [[_problem(case.num_dims, torch.float32, device)]])
+            except CollectiveError:
+                return True
+            except Exception:  # as in `_kind`
+                continue
+    return False
 
 
 def num_states(optimizer: Optimizer) -> int:
@@ -108,7 +130,8 @@ def missing_when_resumed(optimizer: Optimizer, group: Mapping[str, Any], state: 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    with random_states_kept(), warnings.catch_warnings():
+    """Around trials, which one rank may run alone."""
+    with random_states_kept(), warnings.catch_warnings(), NoCollectives():  # type: ignore[no-untyped-call]  # torch 2.13
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         yield
@@ -232,7 +255,10 @@ def _new(tensor: Tensor) -> Tensor:
 def _copied(optimizer: Optimizer) -> Optimizer:
     """An optimizer with the same attributes, without states, hooks and the parameters that it refers to."""
     copied = object.__new__(type(optimizer))
-    others = {id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]}
+    others: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]
+    }
+    others.update((id(v), v) for v in vars(optimizer).values() if isinstance(v, (dist.ProcessGroup, DeviceMesh)))
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
     own.update((name, OrderedDict()) for name in own if name.endswith("_hooks"))
     vars(copied).update(copy.deepcopy(own, others), state=defaultdict(dict), param_groups=[])

@@ -29,7 +29,7 @@ from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches
 from lightning_3d.torch_internals.modules import BatchNorm
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
-from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
+from lightning_3d.zero.optimizer_kind import OptimizerKind, communicates, optimizer_kind
 
 
 def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
@@ -217,14 +217,17 @@ def check_optimizers(
     Every rank calls it.
     """
     _raise_first(StepError, _problems_of_strangers(optimizers, module))
+    on = device if config.offload_optimizer == "none" else torch.device("cpu")
+    talking = on_one_rank(lambda: [communicates(optimizer, device=on) for optimizer in optimizers])
     if config.optimizer_steps == "auto":
-        on = device if config.offload_optimizer == "none" else torch.device("cpu")
         found = on_one_rank(lambda: [optimizer_kind(optimizer, device=on) for optimizer in optimizers])
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
     steps_parts = mesh.shape.tp > 1 or (config.stage > 0 and mesh.shape.size("state") > 1)
-    for optimizer, kind in kinds.items():
+    for (optimizer, kind), talks in zip(kinds.items(), talking, strict=True):
+        if talks:
+            refuse_collectives(optimizer, kind, mesh.shape, config)
         _raise_first(StepError, _problems_of_kind(optimizer, kind, mesh.shape, config))
         if kind != "all" and steps_parts:
             _raise_first(StepError, _problems_of_identity(optimizer))
@@ -262,6 +265,20 @@ def _problems_of_identity(optimizer: Optimizer) -> Iterator[str]:
                 " of their group, or by an attribute of theirs (p.use_muon = True); or use zero.stage=0 without tensor"
                 " parallel."
             )
+
+
+def refuse_collectives(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> None:
+    """Raise for an optimizer that communicates where other ranks do not step the same parameters."""
+    num_state = shape.size("state")
+    is_replicated = config.stage == 0 or num_state == 1 or (config.stage < 3 and kind == "all")
+    if shape.is_model_parallel or not is_replicated or config.offload_optimizer != "none":
+        raise StepError(
+            f"{type(optimizer).__name__} communicates in its step, to which all ranks would have to come with all"
+            f" parameters, but with pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp},"
+            f" zero.stage={config.stage} on {num_state} ranks, zero.optimizer_steps={config.optimizer_steps!r} and"
+            f" zero.offload_optimizer={config.offload_optimizer!r} each steps some. Use its single-device class, whose"
+            " work is shared among the ranks in every layout; or size 1 for both and zero.stage=0."
+        )
 
 
 def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
