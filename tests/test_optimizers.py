@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -221,3 +222,37 @@ def test_one_that_communicates_is_refused_on_parts(workers: WorkerPools, layout:
 def test_one_that_communicates_late_is_refused_then(workers: WorkerPools, layout: Layout) -> None:
     with pytest.raises(WorkerError, match=r"StepError: SharedMuon communicates in its step"):
         workers(2).run(_fit_shared, layout, 21)
+
+
+class InBackward(TinyMLP):
+    """Has an optimizer for each parameter, which steps as soon as its gradient is there, as torch's tutorial on memory:
+    https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
+    """
+
+    def configure_optimizers(self) -> None:
+        self.each = {parameter: AdamW([parameter], lr=1e-2) for parameter in self.parameters()}
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.step_one)
+
+    def step_one(self, parameter: Any) -> None:
+        self.each[parameter].step()
+        self.each[parameter].zero_grad()
+
+
+def _fit_in_backward(layout: Layout | None) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* this fit will run with no optimizer")
+        return whole_state(fitted(layout, InBackward, data=features)[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=0), Layout(dp=2, zero=3), Layout(pp=2)], ids=str)
+def test_steps_inside_of_a_backward_are_refused(workers: WorkerPools, layout: Layout) -> None:
+    assert all(
+        re.search(r"AdamW.step\(\) was called inside of a backward.* zero.stage=2 or 3", line)
+        for line in workers(2).run(_refusal, _fit_in_backward, layout)
+    )
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+def test_steps_inside_of_a_backward_that_has_all_gradients(workers: WorkerPools, layout: Layout) -> None:
+    assert_same_state(workers(layout.world_size).run(_fit_in_backward, layout), _fit_in_backward(None))

@@ -11,10 +11,12 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_3d.checkpoint.box import Box, boxes
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
+from lightning_3d.errors import StepError
 from lightning_3d.planning.optimizer_plan import KindFound, OptimizerPlan
 from lightning_3d.run.context import RunContext
 from lightning_3d.run.decide.requirements import check_optimizers, refuse_collectives
@@ -22,6 +24,7 @@ from lightning_3d.run.parallel.offload import offloaded_steps
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.pending_gradients import gradients_seen
 from lightning_3d.sharding.placement import interleaved_parameters
+from lightning_3d.torch_internals.autograd import is_in_backward
 from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.local_steps import LocalSteps
@@ -79,6 +82,8 @@ class TrainedOptimizers:
                     refuse_collectives(optimizer, kinds[optimizer], mesh.shape, config.zero)
 
             undone.enter_context(before_collectives(before_collective))
+            if mesh.shape.pp > 1 or mesh.shape.size("state") > 1:
+                undone.callback(register_optimizer_step_pre_hook(self._refuse_in_backward).remove)
             if parallel.budget is not None and not parallel.plan.memory:
                 held = parallel.held(config, optimizers)
                 parallel.plan = parallel.budget.plan(parallel.plan, module, held, config, mesh, device)
@@ -86,6 +91,17 @@ class TrainedOptimizers:
             if precision.scales_losses:
                 undone.enter_context(schedulers_skipping(module, precision.skips))
             self._undone = undone.pop_all()
+
+    def _refuse_in_backward(self, optimizer: Optimizer, *_: object) -> None:
+        """Raise for a step that a hook of a gradient makes, where others have yet to add theirs."""
+        own = self._parallel.zero.shards
+        if is_in_backward() and any(p in own for group in optimizer.param_groups for p in group["params"]):
+            raise StepError(
+                f"{type(optimizer).__name__}.step() was called inside of a backward, as by a hook of a gradient, to"
+                " which other replicas or microbatches have yet to add theirs. Return the optimizer from"
+                " configure_optimizers and step it after the backward; against memory, zero.stage=2 or 3 shares"
+                " gradients among the ranks, and zero.offload_optimizer='cpu' moves states to the host."
+            )
 
     def begin_batch(self) -> None:
         """Before a training step."""

@@ -67,7 +67,7 @@ class LocalSteps:
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
         self._optimizers: Sequence[Optimizer] = ()
         self.running = set[Optimizer]()
-        """Those whose own code steps parameters now."""
+        """The optimizers whose own code steps parameters now."""
 
     @contextmanager
     def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:

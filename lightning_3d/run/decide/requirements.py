@@ -217,6 +217,8 @@ def check_optimizers(
     Every rank calls it.
     """
     _raise_first(StepError, _problems_of_strangers(optimizers, module))
+    if any(not callback.save_weights_only for callback in checkpoint_callbacks(module.trainer)):
+        _raise_first(StepError, _problems_of_saving(optimizers))
     on = device if config.offload_optimizer == "none" else torch.device("cpu")
     talking = on_one_rank(lambda: [communicates(optimizer, device=on) for optimizer in optimizers])
     if config.optimizer_steps == "auto":
@@ -249,6 +251,24 @@ def _problems_of_strangers(optimizers: Sequence[Optimizer], module: LightningMod
                 f" {tuple(stale[0].shape)}): they are another model's, or the model was made parallel after the"
                 " optimizer got its states. Make it in configure_optimizers, from self.parameters()."
             )
+
+
+def _problems_of_saving(optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """States of another form than torch's, of which it is not known what belongs to which parameter."""
+    for optimizer in optimizers:
+        name, groups = type(optimizer).__name__, optimizer.param_groups
+        saved: Any = optimizer.state_dict()
+        if not isinstance(saved, dict) or saved.keys() != {"state", "param_groups"}:
+            form = f"the keys {list(saved)}" if isinstance(saved, dict) else f"a {type(saved).__name__}"
+        elif [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
+            form = f"{len(saved['param_groups'])} groups of other sizes than its {len(groups)} param_groups"
+        else:
+            continue
+        yield (
+            f"{name}.state_dict() gives {form}, but checkpoints of any layout need torch's form: the keys 'state', by"
+            " the numbers of parameters, and 'param_groups'. Use the optimizer inside of it, or one of torch's form; or"
+            " save without its states: Trainer(enable_checkpointing=False), or ModelCheckpoint(save_weights_only=True)."
+        )
 
 
 def _problems_of_identity(optimizer: Optimizer) -> Iterator[str]:
