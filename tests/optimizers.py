@@ -272,3 +272,28 @@ class SharedMuon(ByHand):
                 dist.all_gather(shares, parameter.detach())
                 parameter.copy_(shares[owner])
         return loss
+
+
+# ---- wrappers
+
+
+class Chained(Optimizer):
+    """Steps several optimizers, one after the other.
+
+    Args:
+        saves: How it saves their states: "list", "dict" of lists, or "groups" of the first alone.
+    """
+
+    def __init__(self, *inner: Optimizer, saves: str) -> None:
+        super().__init__([group for optimizer in inner for group in optimizer.param_groups], {})
+        self.inner, self.saves = inner, saves
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for optimizer in self.inner:
+            optimizer.step()
+        return loss
+
+    def state_dict(self) -> Any:
+        states = [optimizer.state_dict() for optimizer in self.inner]
+        return {"list": states, "dict": {"optimizers": states}, "groups": states[0]}[self.saves]

@@ -39,6 +39,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
 from tests.models import TinyMLP, features, training_loader
 from tests.optimizers import (
+    Chained,
     ClippingAdam,
     Derived,
     Lamb,
@@ -256,3 +257,35 @@ def test_steps_inside_of_a_backward_are_refused(workers: WorkerPools, layout: La
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
 def test_steps_inside_of_a_backward_that_has_all_gradients(workers: WorkerPools, layout: Layout) -> None:
     assert_same_state(workers(layout.world_size).run(_fit_in_backward, layout), _fit_in_backward(None))
+
+
+class ChainedMLP(TinyMLP):
+    """Steps weights and biases by optimizers of their own, as one."""
+
+    def __init__(self, saves: str) -> None:
+        super().__init__()
+        self.saves = saves
+
+    def configure_optimizers(self) -> Any:
+        parameters = [[p for p in self.parameters() if p.dim() == dim] for dim in (2, 1)]
+        return Chained(SGD(parameters[0], lr=0.1), AdamW(parameters[1]), saves=self.saves)
+
+
+def _fit_chained(saves: str, layout: Layout, *, checkpointing: bool = True) -> None:
+    fitted(layout, partial(ChainedMLP, saves), data=features, enable_checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize(
+    ("saves", "form"),
+    [("list", "a list"), ("dict", r"the keys \['optimizers'\]"), ("groups", "1 groups of other sizes")],
+)
+def test_states_of_another_form_than_torch_s_are_refused_before_training(
+    workers: WorkerPools, saves: str, form: str
+) -> None:
+    lines = workers(2).run(_refusal, partial(_fit_chained, saves), Layout(dp=2, zero=0))
+    assert re.search(rf"Chained.state_dict\(\) gives {form}.*enable_checkpointing=False", lines[0])
+    assert lines[0] == lines[1]
+
+
+def test_states_that_nothing_saves_may_have_any_form(workers: WorkerPools) -> None:
+    workers(2).run(partial(_fit_chained, checkpointing=False), "list", Layout(dp=2, zero=0))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -217,8 +218,8 @@ def check_optimizers(
     Every rank calls it.
     """
     _raise_first(StepError, _problems_of_strangers(optimizers, module))
-    if any(not callback.save_weights_only for callback in checkpoint_callbacks(module.trainer)):
-        _raise_first(StepError, _problems_of_saving(optimizers))
+    if any(not isinstance(c, ModelCheckpoint) or not c.save_weights_only for c in module.trainer.checkpoint_callbacks):
+        _raise_first(StepError, _problems_of_saving(optimizer for optimizer in optimizers if optimizer.param_groups))
     on = device if config.offload_optimizer == "none" else torch.device("cpu")
     talking = on_one_rank(lambda: [communicates(optimizer, device=on) for optimizer in optimizers])
     if config.optimizer_steps == "auto":
@@ -253,7 +254,7 @@ def _problems_of_strangers(optimizers: Sequence[Optimizer], module: LightningMod
             )
 
 
-def _problems_of_saving(optimizers: Sequence[Optimizer]) -> Iterator[str]:
+def _problems_of_saving(optimizers: Iterable[Optimizer]) -> Iterator[str]:
     """States of another form than torch's, of which it is not known what belongs to which parameter."""
     for optimizer in optimizers:
         name, groups = type(optimizer).__name__, optimizer.param_groups
