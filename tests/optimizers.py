@@ -68,6 +68,21 @@ class Noted(ByHand):
         super().update(parameter, gradient, group)
 
 
+class Normed(ByHand):
+    """Divides gradients by their norm while a setting of the group says so."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, normed=False)
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["num_steps"], state["momentum"] = 0, torch.zeros_like(parameter)
+        state["num_steps"] += 1
+        state["momentum"].mul_(0.5).add_(gradient / gradient.norm() if group["normed"] else gradient)
+        super().update(parameter, state["momentum"], group)
+
+
 # ---- element by element
 
 

@@ -45,6 +45,7 @@ from tests.optimizers import (
     Lamb,
     Lars,
     Lion,
+    Normed,
     Noted,
     Prodigy,
     Sam,
@@ -289,3 +290,43 @@ def test_states_of_another_form_than_torch_s_are_refused_before_training(
 
 def test_states_that_nothing_saves_may_have_any_form(workers: WorkerPools) -> None:
     workers(2).run(partial(_fit_chained, checkpointing=False), "list", Layout(dp=2, zero=0))
+
+
+class SwitchedNormed(TinyMLP):
+    """Switches a setting of its optimizer in the second epoch: to `value`."""
+
+    def __init__(self, value: object) -> None:
+        super().__init__()
+        self.value = value
+
+    def configure_optimizers(self) -> Any:
+        return Normed(self.parameters())
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].param_groups[0]["normed"] = self.value
+
+
+def _fit_switched(value: object, layout: Layout | None) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, partial(SwitchedNormed, value), data=features)[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2)], ids=str)
+def test_settings_that_make_another_kind_of_it_are_refused(workers: WorkerPools, layout: Layout) -> None:
+    lines = workers(2).run(_refusal, partial(_fit_switched, True), layout)
+    assert lines[0] == lines[1]
+    assert "works on 'parameters' since code set param_groups[0]['normed'] = True" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "layout"),
+    [
+        ("", Layout(dp=2, zero=1)),  # of no consequence
+        (True, Layout(dp=2, zero=0)),
+        (True, Layout(pp=2)),
+        (True, Layout(dp=2, zero=1, zero_settings={"optimizer_steps": "parameters"})),
+    ],
+    ids=str,
+)
+def test_settings_may_change_where_the_layout_serves_both(workers: WorkerPools, value: object, layout: Layout) -> None:
+    assert_same_state(workers(2).run(_fit_switched, value, layout), _fit_switched(value, None))

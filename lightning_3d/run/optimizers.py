@@ -23,6 +23,7 @@ from lightning_3d.run.decide.requirements import check_optimizers, refuse_collec
 from lightning_3d.run.parallel.offload import offloaded_steps
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.pending_gradients import gradients_seen
+from lightning_3d.run.switched_settings import SwitchedSettings
 from lightning_3d.sharding.placement import interleaved_parameters
 from lightning_3d.torch_internals.autograd import is_in_backward
 from lightning_3d.torch_internals.patches import replaced
@@ -67,9 +68,15 @@ class TrainedOptimizers:
             undone.callback(zero.release)
             precision.assign_shards(kinds, module, config.precision)
             masters = precision.master_weights()
+            settings = SwitchedSettings(kinds, mesh.shape, config.zero, device)
+
+            def before_step(optimizer: Optimizer) -> None:
+                precision.refuse_unchecked(optimizer)
+                settings.check(optimizer)
+
             self._steps = LocalSteps(
                 zero,
-                check=precision.refuse_unchecked,
+                check=before_step,
                 offload=offloaded_steps(config.zero, zero, device),
                 masters=masters,
                 whole=WholeSteps(whole, device),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ OptimizerKind = Literal["elements", "parameters", "all"]
 it needs whole parameters (their norms, their singular vectors). ``"all"``: it needs all parameters together, holds them
 elsewhere than in its groups, or was not understood."""
 
+KINDS: tuple[OptimizerKind, ...] = get_args(OptimizerKind)
+"""From those that have to see least on."""
+
 _CPU = torch.device("cpu")
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, RMSprop, Adadelta, Adamax, ASGD, Rprop)
 _STEPS = 20  # some begin to do other things after a while
@@ -56,19 +59,29 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def optimizer_kind(optimizer: Optimizer, *, device: torch.device = _CPU) -> OptimizerKind:
+States = Mapping[Any, Mapping[str, object]]
+"""Parameter -> its states in an optimizer."""
+
+
+def first_states(optimizer: Optimizer) -> States:
+    """What an optimizer notes of parameters when it is made, as ``self.state[p]["use_muon"]``."""
+    return {parameter: _plain(state) for parameter, state in optimizer.state.items()}
+
+
+def optimizer_kind(optimizer: Optimizer, *, device: torch.device = _CPU, first: States | None = None) -> OptimizerKind:
     """Find the kind of an optimizer. Nothing of it is changed.
 
     Copies of it step random tensors: whole, beside others, cut in two, beside an empty one.
 
     Args:
         device: Where it steps.
+        first: Its `first_states`, if it has stepped since.
     """
     if is_known(optimizer):
         return "elements"
     with _undisturbed():
-        kinds = {_kind(optimizer, case, device) for case in _cases(optimizer)}
-    return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "elements"
+        kinds = {_kind(optimizer, case, device) for case in _cases(optimizer, first)}
+    return max(kinds, key=KINDS.index, default="elements")
 
 
 def communicates(optimizer: Optimizer, *, device: torch.device = _CPU) -> bool:
@@ -150,16 +163,17 @@ class _Case:
     """The state that the optimizer has noted when it was made, as ``self.state[p]["use_muon"]``."""
 
 
-def _cases(optimizer: Optimizer) -> list[_Case]:
+def _cases(optimizer: Optimizer, first: States | None = None) -> list[_Case]:
     """The kinds of parameters, one for all that are stepped alike."""
     cases: dict[str, _Case] = {}
+    states = first_states(optimizer) if first is None else first
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         settings.update((key, value) for key, value in _PLAIN.items() if key in group)
         if isinstance(group.get("lr"), float | Tensor):  # a schedule may begin with 0
             settings["lr"] = max(group["lr"], 1e-2)
         for parameter in group["params"]:
-            attributes, state = _plain(vars(parameter)), _plain(optimizer.state.get(parameter, {}))
+            attributes, state = _plain(vars(parameter)), states.get(parameter, {})
             case = _Case(settings=settings, num_dims=min(parameter.dim(), 4), attributes=attributes, state=state)
             if case.num_dims:
                 cases.setdefault(repr(case), case)

@@ -12,17 +12,16 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.zero.optimizer_kind import OptimizerKind
+from lightning_3d.zero.optimizer_kind import KINDS, OptimizerKind
 
 
 def kinds_of(
     parameters: Iterable[nn.Parameter], kinds: Mapping[Optimizer, OptimizerKind]
 ) -> dict[nn.Parameter, OptimizerKind]:
     """How much of each parameter its optimizers have to see; of one that none has yet, what any of them has to."""
-    order: tuple[OptimizerKind, ...] = ("elements", "parameters", "all")
-    most = order[max((order.index(kind) for kind in kinds.values()), default=0)]
+    most = max(kinds.values(), key=KINDS.index, default=KINDS[0])
     found: dict[nn.Parameter, OptimizerKind] = {}
-    for optimizer, kind in sorted(kinds.items(), key=lambda item: order.index(item[1])):
+    for optimizer, kind in sorted(kinds.items(), key=lambda item: KINDS.index(item[1])):
         found.update((parameter, kind) for group in optimizer.param_groups for parameter in group["params"])
     return {parameter: found.get(parameter, most) for parameter in parameters}
 

@@ -30,7 +30,7 @@ from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches
 from lightning_3d.torch_internals.modules import BatchNorm
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
-from lightning_3d.zero.optimizer_kind import OptimizerKind, communicates, optimizer_kind
+from lightning_3d.zero.optimizer_kind import KINDS, OptimizerKind, communicates, optimizer_kind
 
 
 def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
@@ -220,14 +220,14 @@ def check_optimizers(
     _raise_first(StepError, _problems_of_strangers(optimizers, module))
     if any(not isinstance(c, ModelCheckpoint) or not c.save_weights_only for c in module.trainer.checkpoint_callbacks):
         _raise_first(StepError, _problems_of_saving(optimizer for optimizer in optimizers if optimizer.param_groups))
-    on = device if config.offload_optimizer == "none" else torch.device("cpu")
+    on = stepping_device(config, device)
     talking = on_one_rank(lambda: [communicates(optimizer, device=on) for optimizer in optimizers])
     if config.optimizer_steps == "auto":
         found = on_one_rank(lambda: [optimizer_kind(optimizer, device=on) for optimizer in optimizers])
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
-    steps_parts = mesh.shape.tp > 1 or (config.stage > 0 and mesh.shape.size("state") > 1)
+    steps_parts = _steps_parts(mesh.shape, config)
     for (optimizer, kind), talks in zip(kinds.items(), talking, strict=True):
         if talks:
             refuse_collectives(optimizer, kind, mesh.shape, config)
@@ -286,6 +286,40 @@ def _problems_of_identity(optimizer: Optimizer) -> Iterator[str]:
                 " of their group, or by an attribute of theirs (p.use_muon = True); or use zero.stage=0 without tensor"
                 " parallel."
             )
+
+
+def stepping_device(config: ZeroConfig, device: torch.device) -> torch.device:
+    """Where optimizers step."""
+    return device if config.offload_optimizer == "none" else torch.device("cpu")
+
+
+def _steps_parts(shape: MeshShape, config: ZeroConfig) -> bool:
+    """Whether ranks step parts of parameters where that will do."""
+    return shape.tp > 1 or (config.stage > 0 and shape.size("state") > 1)
+
+
+def refuse_other_kind(
+    optimizer: Optimizer,
+    kind: OptimizerKind,
+    found: OptimizerKind,
+    switched: str,
+    shape: MeshShape,
+    config: ZeroConfig,
+) -> None:
+    """Raise for an optimizer that has to see more of parameters than it was made to.
+
+    Args:
+        kind: As it was found at first.
+        found: As it is now.
+        switched: The settings that are new, in words.
+    """
+    is_cut = _steps_parts(shape, config) or (found == "all" and any(_problems_of_kind(optimizer, found, shape, config)))
+    if is_cut and KINDS.index(found) > KINDS.index(kind):
+        raise StepError(
+            f"{type(optimizer).__name__} works on {found!r} since code set {switched}, but as it was made it works on"
+            f" {kind!r}, so that ranks step less of a parameter than it needs now. Set zero.optimizer_steps={found!r}"
+            " from the start, or that in configure_optimizers."
+        )
 
 
 def refuse_collectives(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> None:
