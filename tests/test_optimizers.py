@@ -330,3 +330,30 @@ def test_settings_that_make_another_kind_of_it_are_refused(workers: WorkerPools,
 )
 def test_settings_may_change_where_the_layout_serves_both(workers: WorkerPools, value: object, layout: Layout) -> None:
     assert_same_state(workers(2).run(_fit_switched, value, layout), _fit_switched(value, None))
+
+
+class Scheduled(TinyMLP):
+    """Learns at rates that transformers' schedule reads from its optimizer's states."""
+
+    def configure_optimizers(self) -> Any:
+        transformers = pytest.importorskip("transformers.optimization")
+        optimizer = transformers.Adafactor(self.parameters())
+        return [optimizer], [{"scheduler": transformers.AdafactorSchedule(optimizer), "interval": "step"}]
+
+
+def _rates(layout: Layout | None) -> list[float]:
+    trainer, _ = fitted(layout, Scheduled, data=features)
+    return [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(tp=2), Layout(pp=2)], ids=str)
+def test_schedules_that_read_states_are_refused_where_ranks_lack_them(workers: WorkerPools, layout: Layout) -> None:
+    lines = workers(2).run(_refusal, _rates, layout)
+    assert lines[0] == lines[1]
+    assert "AdafactorSchedule reads states of the optimizer" in lines[0]
+
+
+def test_schedules_that_read_states_where_ranks_have_them(workers: WorkerPools) -> None:
+    (rate,) = _rates(None)
+    assert rate > 0
+    assert workers(2).run(_rates, Layout(dp=2, zero=0)) == [[pytest.approx(rate)]] * 2

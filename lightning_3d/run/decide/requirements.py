@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from types import CodeType
 from typing import Any
 
 import torch
@@ -228,6 +229,8 @@ def check_optimizers(
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
     steps_parts = _steps_parts(mesh.shape, config)
+    if steps_parts or mesh.shape.pp > 1:
+        _raise_first(StepError, _problems_of_schedules(module.trainer, mesh.shape, config))
     for (optimizer, kind), talks in zip(kinds.items(), talking, strict=True):
         if talks:
             refuse_collectives(optimizer, kind, mesh.shape, config)
@@ -334,6 +337,25 @@ def refuse_collectives(optimizer: Optimizer, kind: OptimizerKind, shape: MeshSha
             f" zero.offload_optimizer={config.offload_optimizer!r} each steps some. Use its single-device class, whose"
             " work is shared among the ranks in every layout; or size 1 for both and zero.stage=0."
         )
+
+
+def _problems_of_schedules(trainer: Trainer, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
+    """Schedules of learning rates that read states of the optimizer, as transformers' ``AdafactorSchedule``."""
+    for schedule in (scheduled.scheduler for scheduled in trainer.lr_scheduler_configs):
+        code = getattr(getattr(schedule, "get_lr", None), "__code__", None)
+        if code is not None and "state" in _names_in(code):
+            yield (
+                f"{type(schedule).__name__} reads states of the optimizer, but with"
+                f" pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp} and zero.stage={config.stage} on"
+                f" {shape.size('state')} ranks each has those of what it steps alone. Use a schedule that goes by the"
+                " number of the step; or size 1 for both and zero.stage=0."
+            )
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The attributes and globals that a function names, also in functions inside of it."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*inner)
 
 
 def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
