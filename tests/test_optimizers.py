@@ -357,3 +357,24 @@ def test_schedules_that_read_states_where_ranks_have_them(workers: WorkerPools) 
     (rate,) = _rates(None)
     assert rate > 0
     assert workers(2).run(_rates, Layout(dp=2, zero=0)) == [[pytest.approx(rate)]] * 2
+
+
+class Reading(TinyMLP):
+    """Reads a state of every parameter after the first step."""
+
+    def configure_optimizers(self) -> Any:
+        return Lars(self.parameters())
+
+    def on_train_batch_end(self, *_: object) -> None:
+        state = self.trainer.optimizers[0].state
+        self.momenta = [state[parameter]["momentum"] for parameter in self.parameters()]
+
+
+def _fit_reading(layout: Layout) -> None:
+    fitted(layout, Reading, data=features, batches=1, epochs=1)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(pp=2)], ids=str)
+def test_states_that_a_rank_lacks_say_so_when_read(workers: WorkerPools, layout: Layout) -> None:
+    for line in workers(2).run(_refusal, _fit_reading, layout):
+        assert "the state 'momentum' was read of a parameter that another rank steps" in line

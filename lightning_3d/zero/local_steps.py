@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import Arguments
+from lightning_3d.zero.absent_states import AbsentStates
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
 from lightning_3d.zero.master_weights import MasterWeights, is_half, without_masters
 from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.windows import Part
-from lightning_3d.zero.shard import plain
+from lightning_3d.zero.shard import plain, shard_of
 from lightning_3d.zero.swapped import StandIns, Swapped
 from lightning_3d.zero.whole_steps import GatheredParameters, WholeSteps
 
@@ -171,6 +173,9 @@ class LocalSteps:
         parameters = self._parameters(optimizer)
         self._zero.all_gather_params(_trained(parameters))
         self._zero.drop_gradients([*parameters, *self._unused()])
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if parameter.is_meta or shard_of(parameter, self._zero.stepped).owned_by_other:
+                optimizer.state.setdefault(parameter, AbsentStates())
         self._unfinished.discard(optimizer)
 
     def _switching(self, kind: type[Optimizer]) -> AbstractContextManager[None]:
