@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -290,6 +291,39 @@ class SharedMuon(ByHand):
 
 
 # ---- wrappers
+
+
+class Lookahead(Optimizer):
+    """Goes back half of the way after two steps of another optimizer; Zhang et al. 2019, https://arxiv.org/abs/1907.08610.
+
+    It does not call ``Optimizer.__init__``, shares the other's groups, and keeps its states there, as timm's does.
+    """
+
+    def __init__(self, inner: Optimizer) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.inner, self.state, self.defaults = inner, defaultdict(dict), inner.defaults
+        self.param_groups = inner.param_groups
+        for group in self.param_groups:
+            group["num_steps"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            for parameter in group["params"] if group["num_steps"] % 2 == 0 else ():
+                if parameter.grad is not None:
+                    slow = self.inner.state[parameter].setdefault("slow", parameter.clone())
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
 
 
 class Chained(Optimizer):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -45,6 +46,7 @@ from tests.optimizers import (
     Lamb,
     Lars,
     Lion,
+    Lookahead,
     Normed,
     Noted,
     Prodigy,
@@ -70,11 +72,27 @@ ELEMENTWISE: dict[str, Make] = {
     "RMSprop": partial(RMSprop, momentum=0.5, centered=True),
     **{make.__name__: make for make in (NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop)},
 }
+
+
+def _chained(parameters: Iterable[nn.Parameter], *, vectors: Make, saves: str = "list") -> Optimizer:
+    """SGD for matrices, and another optimizer for the rest, as one."""
+    every = list(parameters)
+    matrices, others = ([p for p in every if (p.dim() == 2) is are_matrices] for are_matrices in (True, False))
+    return Chained(SGD(matrices, lr=0.1, momentum=0.9), vectors(others), saves=saves)
+
+
 KINDS: dict[OptimizerKind, dict[str, Make]] = {
-    "elements": {**ELEMENTWISE, **{make.__name__: make for make in (Lion, ScheduleFree, Switched, Derived)}},
+    "elements": {
+        **ELEMENTWISE,
+        **{make.__name__: make for make in (Lion, ScheduleFree, Switched, Derived)},
+        "Lookahead of AdamW": lambda parameters: Lookahead(AdamW(parameters)),
+        "chain of SGD and AdamW": partial(_chained, vectors=AdamW),
+    },
     "parameters": {
         **{make.__name__: make for make in (Lamb, Lars, Shampoo, Adafactor, Muon)},
         **{f"by {name}": partial(Noted, by=name) for name in ("attribute", "state")},
+        "Lookahead of Lamb": lambda parameters: Lookahead(Lamb(parameters)),
+        "chain of SGD and Lamb": partial(_chained, vectors=Lamb),
     },
     "all": {make.__name__: make for make in (ClippingAdam, Prodigy, LBFGS, Sam)},
 }
@@ -268,8 +286,7 @@ class ChainedMLP(TinyMLP):
         self.saves = saves
 
     def configure_optimizers(self) -> Any:
-        parameters = [[p for p in self.parameters() if p.dim() == dim] for dim in (2, 1)]
-        return Chained(SGD(parameters[0], lr=0.1), AdamW(parameters[1]), saves=self.saves)
+        return _chained(self.parameters(), vectors=AdamW, saves=self.saves)
 
 
 def _fit_chained(saves: str, layout: Layout, *, checkpointing: bool = True) -> None:
@@ -378,3 +395,44 @@ def _fit_reading(layout: Layout) -> None:
 def test_states_that_a_rank_lacks_say_so_when_read(workers: WorkerPools, layout: Layout) -> None:
     for line in workers(2).run(_refusal, _fit_reading, layout):
         assert "the state 'momentum' was read of a parameter that another rank steps" in line
+
+
+WRAPPERS = ("Lookahead of AdamW", "Lookahead of Lamb", "chain of SGD and Lamb")
+
+
+def _wrapped(name: str, layout: Layout | None) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, partial(Trained, name), data=features)[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_step_as_in_one_process(workers: WorkerPools, name: str, layout: Layout) -> None:
+    assert_same_state(workers(2).run(_wrapped, name, layout), _wrapped(name, None))
+
+
+def _saved(name: str, layout: Layout | None, path: Path) -> None:
+    fitted(layout, partial(Trained, name), data=features, epochs=1)[0].save_checkpoint(path)
+
+
+def _resumed(name: str, layout: Layout | None, path: Path) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, partial(Trained, name), data=features, ckpt_path=path)[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=1), Layout(dp=2, zero=3)], ids=str)
+@pytest.mark.parametrize("name", WRAPPERS[:2])
+def test_states_of_wrapped_optimizers_are_saved(
+    workers: WorkerPools, tmp_path: Path, name: str, layout: Layout
+) -> None:
+    expected, path = _wrapped(name, None), tmp_path / "one.ckpt"
+    workers(2).run(_saved, name, layout, path)
+    assert_same_state([_resumed(name, None, path)], expected)
+    assert_same_state(workers(2).run(_resumed, name, layout, path), expected)
+
+
+@pytest.mark.parametrize(
+    "how", [{"zero_settings": {"offload_optimizer": "cpu"}}, {"precision": "bf16-true"}], ids=["offload", "16 bits"]
+)
+def test_wrappers_are_refused_where_states_lie_elsewhere(how: dict[str, Any]) -> None:
+    layout, precision = Layout(zero_settings=how.get("zero_settings", {})), how.get("precision", "32-true")
+    with pytest.raises(StepError, match="Lookahead wraps AdamW, which has the states"):
+        fitted(layout, partial(Trained, WRAPPERS[0]), data=features, precision=precision)

@@ -21,6 +21,11 @@ def has_step_hooks(optimizer: object) -> bool:
     return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
+def make_hookable(optimizer: Optimizer) -> None:
+    """Give an optimizer all hooks of torch's, also where its class does not call ``Optimizer.__init__``."""
+    Optimizer.__setstate__(optimizer, {})
+
+
 def first_step_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """Call a hook after an optimizer's step before all others, whenever they were registered."""
     handle = optimizer.register_step_post_hook(hook)

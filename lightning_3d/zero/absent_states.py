@@ -10,7 +10,7 @@ class AbsentStates(dict[str, object]):
 
     def __missing__(self, name: str) -> object:
         raise StepError(
-            f"the state {name!r} was read of a parameter that another rank steps, which alone has its states. Read it by"
-            " optimizer.state[parameter].get(...), which is None here; or use zero.stage=0, and size 1 for pipeline and"
-            " tensor parallel."
+            f"the state {name!r} was read of a parameter that another rank steps, which alone has its states. Read it"
+            " by optimizer.state[parameter].get(...), which is None here; or use zero.stage=0, and size 1 for pipeline"
+            " and tensor parallel."
         )

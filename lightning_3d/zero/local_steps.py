@@ -24,7 +24,7 @@ from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
-from lightning_3d.torch_internals.optimizers import first_step_post_hook
+from lightning_3d.torch_internals.optimizers import first_step_post_hook, make_hookable
 from lightning_3d.torch_internals.patches import replaced
 from lightning_3d.torch_internals.pytree import Arguments
 from lightning_3d.zero.absent_states import AbsentStates
@@ -36,6 +36,7 @@ from lightning_3d.zero.offload.windows import Part
 from lightning_3d.zero.shard import plain, shard_of
 from lightning_3d.zero.swapped import StandIns, Swapped
 from lightning_3d.zero.whole_steps import GatheredParameters, WholeSteps
+from lightning_3d.zero.wrapped_optimizers import with_wrapped
 
 
 class LocalSteps:
@@ -76,7 +77,9 @@ class LocalSteps:
         """Inside, ``step()`` of these optimizers sees this rank's plain shards in ``param_groups``."""
         self._optimizers = optimizers
         for optimizer in optimizers:
-            self._take_own_rows(optimizer)
+            make_hookable(optimizer)
+            for one in with_wrapped(optimizer):
+                self._take_own_rows(one)
         hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         hooks += [first_step_post_hook(optimizer, self._after) for optimizer in optimizers]
         try:

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, Literal, get_args
 
@@ -34,6 +34,7 @@ from torch.optim import (
 from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.own_collectives import CollectiveError, NoCollectives
+from lightning_3d.zero.wrapped_optimizers import with_wrapped
 
 OptimizerKind = Literal["elements", "parameters", "all"]
 """``"elements"``: it works element by element, so that any part of a parameter can be stepped alone. ``"parameters"``:
@@ -129,8 +130,7 @@ def missing_when_resumed(optimizer: Optimizer, group: Mapping[str, Any], state: 
     parameter.grad = torch.zeros_like(parameter)
     with _undisturbed():
         try:
-            copied = _copied(optimizer)
-            copied.param_groups = [{**group}]
+            copied = _copied(optimizer, optimizer.param_groups[0], [{**group}])
             copied.load_state_dict({"state": {0: state}, "param_groups": [{**group, **settings, "params": [0]}]})
             copied.step()
         except KeyError as error:
@@ -154,6 +154,8 @@ def _undisturbed() -> Iterator[None]:
 class _Case:
     """A kind of parameter: all that decides how an optimizer steps it."""
 
+    group: Mapping[str, object] = field(repr=False)
+    """Its group, the first with such parameters."""
     settings: Mapping[str, object]
     """The settings of its group."""
     num_dims: int
@@ -174,10 +176,16 @@ def _cases(optimizer: Optimizer, first: States | None = None) -> list[_Case]:
             settings["lr"] = max(group["lr"], 1e-2)
         for parameter in group["params"]:
             attributes, state = _plain(vars(parameter)), states.get(parameter, {})
-            case = _Case(settings=settings, num_dims=min(parameter.dim(), 4), attributes=attributes, state=state)
+            num_dims, stepping = min(parameter.dim(), 4), _holders(optimizer, group)
+            case = _Case(group=group, settings=settings, num_dims=num_dims, attributes=attributes, state=state)
             if case.num_dims:
-                cases.setdefault(repr(case), case)
+                cases.setdefault(f"{case} {stepping}", case)
     return list(cases.values())
+
+
+def _holders(optimizer: Optimizer, group: Mapping[str, object]) -> list[bool]:
+    """Which of an optimizer and those that it wraps have a group."""
+    return [any(other is group for other in one.param_groups) for one in with_wrapped(optimizer)]
 
 
 def _plain(values: Mapping[Any, object]) -> dict[str, object]:
@@ -241,8 +249,8 @@ class _Trial:
 def _try(optimizer: Optimizer, case: _Case, groups: Sequence[Sequence[_Problem]]) -> _Trial:
     """Step a copy of an optimizer with other parameters, in groups of the same settings."""
     parameters = [[nn.Parameter(_new(values)) for values, _ in group] for group in groups]
-    copied = _copied(optimizer)
-    copied.param_groups = [{**copy.deepcopy(case.settings), "params": group} for group in parameters]
+    settings = [{**copy.deepcopy(case.settings), "params": group} for group in parameters]
+    copied = _copied(optimizer, case.group, settings)
     for parameter in chain(*parameters):
         vars(parameter).update(case.attributes)
         if case.state:
@@ -254,7 +262,8 @@ def _try(optimizer: Optimizer, case: _Case, groups: Sequence[Sequence[_Problem]]
             parameter.grad = _new(gradients[step])
         copied.step()
     first, settings_now = parameters[0][0], [{**group, "params": None} for group in copied.param_groups]
-    states = [leaf for leaf in tree_leaves(copied.state[first]) if isinstance(leaf, Tensor)]
+    held = [one.state[first] for one in with_wrapped(copied)]
+    states = [leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor)]
     return _Trial(
         moved=first.detach() - groups[0][0][0],
         settings=str(settings_now),
@@ -266,16 +275,26 @@ def _new(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _copied(optimizer: Optimizer) -> Optimizer:
-    """An optimizer with the same attributes, without states, hooks and the parameters that it refers to."""
+def _copied(optimizer: Optimizer, group: Mapping[str, object], groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer with the same attributes, without states, hooks and the parameters that it refers to.
+
+    Args:
+        group: One of its groups.
+        groups: What it has in its place, as have those that it wraps; all other groups are left out.
+    """
     copied = object.__new__(type(optimizer))
-    others: dict[int, object] = {
-        id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]
+    known: dict[int, object] = {
+        id(p): nn.Parameter(torch.empty(0)) for other in optimizer.param_groups for p in other["params"]
     }
-    others.update((id(v), v) for v in vars(optimizer).values() if isinstance(v, (dist.ProcessGroup, DeviceMesh)))
-    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
-    own.update((name, OrderedDict()) for name in own if name.endswith("_hooks"))
-    vars(copied).update(copy.deepcopy(own, others), state=defaultdict(dict), param_groups=[])
+    known.update((id(v), v) for v in vars(optimizer).values() if isinstance(v, (dist.ProcessGroup, DeviceMesh)))
+    wrapped = with_wrapped(optimizer)
+    for one, has_group in zip(wrapped, _holders(optimizer, group), strict=True):
+        known.update({id(one.param_groups): groups if has_group else [], id(one.state): defaultdict(dict)})
+        known.update((id(v), OrderedDict()) for name, v in vars(one).items() if name.endswith("_hooks"))
+    known[id(optimizer)] = copied
+    vars(copied).update(copy.deepcopy({k: v for k, v in vars(optimizer).items() if k != "step"}, known))
+    for one in with_wrapped(copied):
+        vars(one).pop("step", None)  # as a schedule wraps it
     return copied
 
 

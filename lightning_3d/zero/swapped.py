@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.zero.attributes import users_attributes
+from lightning_3d.zero.wrapped_optimizers import with_wrapped
 
 
 class StandIns:
@@ -68,6 +69,7 @@ class Swapped:
 
 
 def _rekey(optimizer: Optimizer, names: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    for old, new in names.items():
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+    for one in with_wrapped(optimizer):
+        for old, new in names.items():
+            if old in one.state:
+                one.state[new] = one.state.pop(old)

@@ -32,6 +32,7 @@ from lightning_3d.torch_internals.modules import BatchNorm
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
 from lightning_3d.zero.optimizer_kind import KINDS, OptimizerKind, communicates, optimizer_kind
+from lightning_3d.zero.wrapped_optimizers import with_wrapped
 
 
 def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
@@ -323,6 +324,18 @@ def refuse_other_kind(
             f" {kind!r}, so that ranks step less of a parameter than it needs now. Set zero.optimizer_steps={found!r}"
             " from the start, or that in configure_optimizers."
         )
+
+
+def refuse_wrappers(optimizers: Iterable[Optimizer], config: ZeroConfig, *, has_masters: bool) -> None:
+    """Raise for optimizers that wrap others, where states are moved or master weights are kept with them."""
+    for optimizer in optimizers if has_masters or config.offload_optimizer != "none" else ():
+        if wrapped := with_wrapped(optimizer)[1:]:
+            what = "keeps fp32 copies of 16-bit weights among" if has_masters else "moves"
+            raise StepError(
+                f"{type(optimizer).__name__} wraps {type(wrapped[0]).__name__}, which has the states, but with"
+                f" zero.offload_optimizer={config.offload_optimizer!r} this run {what} those of the optimizer itself. Use"
+                f" {type(wrapped[0]).__name__} without it, or zero.offload_optimizer='none' and mixed precision."
+            )
 
 
 def refuse_collectives(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> None:
