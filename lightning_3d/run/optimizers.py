@@ -19,7 +19,8 @@ from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.errors import StepError
 from lightning_3d.planning.optimizer_plan import KindFound, OptimizerPlan
 from lightning_3d.run.context import RunContext
-from lightning_3d.run.decide.requirements import check_optimizers, refuse_collectives, refuse_wrappers
+from lightning_3d.run.decide.requirements import check_optimizers
+from lightning_3d.run.decide.unsafe_optimizers import refuse_collectives, refuse_wrappers
 from lightning_3d.run.parallel.offload import offloaded_steps
 from lightning_3d.run.parallel.parallel_model import ParallelModel
 from lightning_3d.run.step.pending_gradients import gradients_seen

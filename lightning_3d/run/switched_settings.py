@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.run.decide.requirements import refuse_other_kind, stepping_device
-from lightning_3d.zero.optimizer_kind import OptimizerKind, first_states, is_known, optimizer_kind
+from lightning_3d.errors import StepError
+from lightning_3d.run.decide.requirements import problems_of_kind
+from lightning_3d.run.decide.unsafe_optimizers import stepping_device, steps_parts
+from lightning_3d.zero.optimizer_kind import KINDS, OptimizerKind, first_states, is_known, optimizer_kind
 
 _Settings = tuple[tuple[int, str, object], ...]
 """Number of a group, name and value of each."""
@@ -49,8 +51,19 @@ class SwitchedSettings:
         found = optimizer_kind(optimizer, device=self._device, first=self._first[optimizer])
         new = [setting for setting in settings if setting not in seen[-1]]
         switched = ", ".join(f"param_groups[{i}][{name!r}] = {value!r}" for i, name, value in new)
-        refuse_other_kind(optimizer, self._kinds[optimizer], found, switched, self._shape, self._config)
+        self._refuse(optimizer, found, switched)
         seen.append(settings)
+
+    def _refuse(self, optimizer: Optimizer, found: OptimizerKind, switched: str) -> None:
+        """Raise for an optimizer that has to see more of parameters than it was made to."""
+        kind, shape, config = self._kinds[optimizer], self._shape, self._config
+        is_served = found != "all" or not any(problems_of_kind(optimizer, found, shape, config))
+        if KINDS.index(found) > KINDS.index(kind) and (steps_parts(shape, config) or not is_served):
+            raise StepError(
+                f"{type(optimizer).__name__} works on {found!r} since code set {switched}, but worked on {kind!r} when it"
+                " was made, so that ranks step less of a parameter than it needs now. Set"
+                f" zero.optimizer_steps={found!r} from the start, or the same in configure_optimizers."
+            )
 
 
 def _settings(optimizer: Optimizer) -> _Settings:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from types import CodeType
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,12 +25,18 @@ from lightning_3d.distributed.mesh import Mesh, MeshShape
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.run.context import RunContext
+from lightning_3d.run.decide.unsafe_optimizers import (
+    refuse_collectives,
+    refuse_schedules,
+    refuse_unsaved,
+    stepping_device,
+    steps_parts,
+)
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches_itself, has_own_io, layer_sync_of
 from lightning_3d.torch_internals.modules import BatchNorm
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
-from lightning_3d.zero.optimizer_kind import KINDS, OptimizerKind, communicates, optimizer_kind
-from lightning_3d.zero.wrapped_optimizers import with_wrapped
+from lightning_3d.zero.optimizer_kind import OptimizerKind, communicates, optimizer_kind
 
 
 def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
@@ -220,8 +224,7 @@ def check_optimizers(
     Every rank calls it.
     """
     _raise_first(StepError, _problems_of_strangers(optimizers, module))
-    if any(not isinstance(c, ModelCheckpoint) or not c.save_weights_only for c in module.trainer.checkpoint_callbacks):
-        _raise_first(StepError, _problems_of_saving(optimizer for optimizer in optimizers if optimizer.param_groups))
+    refuse_unsaved(optimizers, module.trainer)
     on = stepping_device(config, device)
     talking = on_one_rank(lambda: [communicates(optimizer, device=on) for optimizer in optimizers])
     if config.optimizer_steps == "auto":
@@ -229,14 +232,12 @@ def check_optimizers(
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
-    steps_parts = _steps_parts(mesh.shape, config)
-    if steps_parts or mesh.shape.pp > 1:
-        _raise_first(StepError, _problems_of_schedules(module.trainer, mesh.shape, config))
+    refuse_schedules(module.trainer, mesh.shape, config)
     for (optimizer, kind), talks in zip(kinds.items(), talking, strict=True):
         if talks:
             refuse_collectives(optimizer, kind, mesh.shape, config)
-        _raise_first(StepError, _problems_of_kind(optimizer, kind, mesh.shape, config))
-        if kind != "all" and steps_parts:
+        _raise_first(StepError, problems_of_kind(optimizer, kind, mesh.shape, config))
+        if kind != "all" and steps_parts(mesh.shape, config):
             _raise_first(StepError, _problems_of_identity(optimizer))
     return kinds
 
@@ -258,24 +259,6 @@ def _problems_of_strangers(optimizers: Sequence[Optimizer], module: LightningMod
             )
 
 
-def _problems_of_saving(optimizers: Iterable[Optimizer]) -> Iterator[str]:
-    """States of another form than torch's, of which it is not known what belongs to which parameter."""
-    for optimizer in optimizers:
-        name, groups = type(optimizer).__name__, optimizer.param_groups
-        saved: Any = optimizer.state_dict()
-        if not isinstance(saved, dict) or saved.keys() != {"state", "param_groups"}:
-            form = f"the keys {list(saved)}" if isinstance(saved, dict) else f"a {type(saved).__name__}"
-        elif [len(group["params"]) for group in saved["param_groups"]] != [len(group["params"]) for group in groups]:
-            form = f"{len(saved['param_groups'])} groups of other sizes than its {len(groups)} param_groups"
-        else:
-            continue
-        yield (
-            f"{name}.state_dict() gives {form}, but checkpoints of any layout need torch's form: the keys 'state', by"
-            " the numbers of parameters, and 'param_groups'. Use the optimizer inside of it, or one of torch's form; or"
-            " save without its states: Trainer(enable_checkpointing=False), or ModelCheckpoint(save_weights_only=True)."
-        )
-
-
 def _problems_of_identity(optimizer: Optimizer) -> Iterator[str]:
     """Where an optimizer tells parameters by the objects that they are: a step sees parts in their place."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -292,86 +275,7 @@ def _problems_of_identity(optimizer: Optimizer) -> Iterator[str]:
             )
 
 
-def stepping_device(config: ZeroConfig, device: torch.device) -> torch.device:
-    """Where optimizers step."""
-    return device if config.offload_optimizer == "none" else torch.device("cpu")
-
-
-def _steps_parts(shape: MeshShape, config: ZeroConfig) -> bool:
-    """Whether ranks step parts of parameters where that will do."""
-    return shape.tp > 1 or (config.stage > 0 and shape.size("state") > 1)
-
-
-def refuse_other_kind(
-    optimizer: Optimizer,
-    kind: OptimizerKind,
-    found: OptimizerKind,
-    switched: str,
-    shape: MeshShape,
-    config: ZeroConfig,
-) -> None:
-    """Raise for an optimizer that has to see more of parameters than it was made to.
-
-    Args:
-        kind: As it was found at first.
-        found: As it is now.
-        switched: The settings that are new, in words.
-    """
-    is_cut = _steps_parts(shape, config) or (found == "all" and any(_problems_of_kind(optimizer, found, shape, config)))
-    if is_cut and KINDS.index(found) > KINDS.index(kind):
-        raise StepError(
-            f"{type(optimizer).__name__} works on {found!r} since code set {switched}, but as it was made it works on"
-            f" {kind!r}, so that ranks step less of a parameter than it needs now. Set zero.optimizer_steps={found!r}"
-            " from the start, or that in configure_optimizers."
-        )
-
-
-def refuse_wrappers(optimizers: Iterable[Optimizer], config: ZeroConfig, *, has_masters: bool) -> None:
-    """Raise for optimizers that wrap others, where states are moved or master weights are kept with them."""
-    for optimizer in optimizers if has_masters or config.offload_optimizer != "none" else ():
-        if wrapped := with_wrapped(optimizer)[1:]:
-            what = "keeps fp32 copies of 16-bit weights among" if has_masters else "moves"
-            raise StepError(
-                f"{type(optimizer).__name__} wraps {type(wrapped[0]).__name__}, which has the states, but with"
-                f" zero.offload_optimizer={config.offload_optimizer!r} this run {what} those of the optimizer itself. Use"
-                f" {type(wrapped[0]).__name__} without it, or zero.offload_optimizer='none' and mixed precision."
-            )
-
-
-def refuse_collectives(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> None:
-    """Raise for an optimizer that communicates where other ranks do not step the same parameters."""
-    num_state = shape.size("state")
-    is_replicated = config.stage == 0 or num_state == 1 or (config.stage < 3 and kind == "all")
-    if shape.is_model_parallel or not is_replicated or config.offload_optimizer != "none":
-        raise StepError(
-            f"{type(optimizer).__name__} communicates in its step, to which all ranks would have to come with all"
-            f" parameters, but with pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp},"
-            f" zero.stage={config.stage} on {num_state} ranks, zero.optimizer_steps={config.optimizer_steps!r} and"
-            f" zero.offload_optimizer={config.offload_optimizer!r} each steps some. Use its single-device class, whose"
-            " work is shared among the ranks in every layout; or size 1 for both and zero.stage=0."
-        )
-
-
-def _problems_of_schedules(trainer: Trainer, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
-    """Schedules of learning rates that read states of the optimizer, as transformers' ``AdafactorSchedule``."""
-    for schedule in (scheduled.scheduler for scheduled in trainer.lr_scheduler_configs):
-        code = getattr(getattr(schedule, "get_lr", None), "__code__", None)
-        if code is not None and "state" in _names_in(code):
-            yield (
-                f"{type(schedule).__name__} reads states of the optimizer, but with"
-                f" pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp} and zero.stage={config.stage} on"
-                f" {shape.size('state')} ranks each has those of what it steps alone. Use a schedule that goes by the"
-                " number of the step; or size 1 for both and zero.stage=0."
-            )
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """The attributes and globals that a function names, also in functions inside of it."""
-    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return {*code.co_names}.union(*inner)
-
-
-def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
+def problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
     """Layouts in which a rank has not what an optimizer has to see of parameters in one step."""
     name = type(optimizer).__name__
     together = f"{name} steps all parameters together, or runs training_step several times per step, but with"
