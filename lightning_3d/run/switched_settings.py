@@ -60,8 +60,8 @@ class SwitchedSettings:
         is_served = found != "all" or not any(problems_of_kind(optimizer, found, shape, config))
         if KINDS.index(found) > KINDS.index(kind) and (steps_parts(shape, config) or not is_served):
             raise StepError(
-                f"{type(optimizer).__name__} works on {found!r} since code set {switched}, but worked on {kind!r} when it"
-                " was made, so that ranks step less of a parameter than it needs now. Set"
+                f"{type(optimizer).__name__} works on {found!r} since code set {switched}, but worked on {kind!r} when"
+                " it was made, so that ranks step less of a parameter than it needs now. Set"
                 f" zero.optimizer_steps={found!r} from the start, or the same in configure_optimizers."
             )
 
