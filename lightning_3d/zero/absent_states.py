@@ -1,4 +1,4 @@
-"""What stands between steps for the states of a parameter that another rank steps."""
+"""The states of a parameter that another rank steps, as this rank sees them between steps."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ States = Mapping[Any, Mapping[str, object]]
 
 
 def first_states(optimizer: Optimizer) -> States:
-    """What an optimizer notes of parameters when it is made, as ``self.state[p]["use_muon"]``."""
+    """The states that an optimizer notes of parameters when it is made, as ``self.state[p]["use_muon"]``."""
     return {parameter: _plain(state) for parameter, state in optimizer.state.items()}
 
 
