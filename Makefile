@@ -21,7 +21,7 @@ VERSIONS_TESTS := torch_internals tracer zero fully_sharded recomputation fused_
 TEST_PROCESSES ?= 2
 SIDE_BY_SIDE := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: env demo docs test test-install test-matrix test-judge test-signals test-gpu test-versions lightning-suite lint clean
+.PHONY: env demo docs test test-install test-matrix test-judge test-signals test-cluster test-gpu test-versions lightning-suite lint clean
 
 env: $(INSTALLED)
 
@@ -65,6 +65,10 @@ test-judge: env
 # Signals and failures at random moments, and hundreds of ends of processes: one at a time, as they take their time.
 test-signals: env
 	$(BIN)/python -m pytest -m signals
+
+# Nodes under torchrun that die, stop, leave and join: one test at a time, as each has two or three nodes.
+test-cluster: env
+	$(BIN)/python -m pytest -m cluster
 
 # One device against the CPU: a GPU, or the second device where there is none; figures go to benchmarks/results.
 test-gpu: env

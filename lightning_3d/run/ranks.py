@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -30,7 +31,7 @@ from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import ConfigError
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.ranks.restarts import store_of_start
+from lightning_3d.ranks.restarts import end_with_agent, resume_after_restart, store_of_start
 from lightning_3d.ranks.run_control import RunControl
 from lightning_3d.ranks.same_settings import check_same_settings
 from lightning_3d.torch_internals import lightning_helpers
@@ -112,14 +113,17 @@ class Ranks:
         end_in_order()
         if self._rendezvous is None:
             self._rendezvous = Rendezvous.open(self._settings.timeout.total_seconds())
+        assert isinstance(strategy.launcher, RunLauncher)
         if world_size > 1:
-            assert isinstance(strategy.launcher, RunLauncher)
             seconds = self._settings.heartbeat_timeout.total_seconds()
             self.control = RunControl(trainer, shape, strategy.launcher, timeout=seconds)
             self.control.open()
             standstill = self.control.standstill
             self._rendezvous.is_standstill = lambda: standstill.is_certain
             check_same_settings(trainer, config)
+        if trainer.state.fn == TrainerFn.FITTING:
+            timeout = self._settings.timeout
+            self.session.enter_context(resume_after_restart(trainer, strategy.launcher, timeout))
         warn_of_slow_groups(shape, number_of_processes(strategy))
         self._place(trainer, config, shape)
 
@@ -134,7 +138,8 @@ class Ranks:
             return
         device, timeout = self._strategy.root_device, self._settings.timeout
         assert self._strategy.cluster_environment is not None
-        store = store_of_start(world_size, timeout)
+        end_with_agent()
+        store = store_of_start(self._strategy.global_rank, world_size, timeout)
         meeting: dict[str, Any] = {} if store is None else {"store": store}
         with one_gloo_thread():
             lightning_helpers.connect(

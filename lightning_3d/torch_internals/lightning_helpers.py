@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -160,6 +161,25 @@ def requeue(trainer: Trainer, signum: int) -> None:
     """Save a checkpoint and have SLURM run the job again. Every rank calls it."""
     connector: Any = trainer._signal_connector
     type(connector)._slurm_sigusr_handler_fn(connector, signum, None)
+
+
+def last_checkpoint(trainer: Trainer) -> str | Path | None:
+    """What ``trainer.fit(ckpt_path="last")`` restores; warns where there is nothing."""
+    connector = trainer._checkpoint_connector
+    return connector._parse_ckpt_path(TrainerFn.FITTING, "last", model_provided=True, model_connected=True)
+
+
+@contextmanager
+def restored_from(trainer: Trainer, path: str | Path | None) -> Iterator[None]:
+    """Let a fit restore this checkpoint where it was given none."""
+    connector = trainer._checkpoint_connector
+    resume_start = connector.resume_start
+
+    def resumed(checkpoint_path: str | Path | None = None, weights_only: bool | None = None) -> None:
+        resume_start(checkpoint_path or path, weights_only)
+
+    with replaced("restarts", connector, {"resume_start": resumed}):
+        yield
 
 
 def is_for_requeue(path: str) -> bool:

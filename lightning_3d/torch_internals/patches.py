@@ -121,6 +121,9 @@ OF_OBJECTS: Mapping[str, Patch] = {
     "samplers": Patch(
         "the Trainer's data connector", "_requires_distributed_sampler", "whether it gives one", "loaders are made"
     ),
+    "restarts": Patch(
+        "the Trainer's checkpoint connector", "resume_start", "a fit that is started again goes on", "teardown"
+    ),
     "saving": Patch("the Trainer", "save_checkpoint", "not all ranks are there to save", "a failed run ends"),
     "logs": Patch("the user's module", "log", "a step logs once, for all microbatches or stages", "a step ends"),
     "manual steps": Patch("the user's module", "optimizers, ...", "a trace steps nothing", "a trace ends"),

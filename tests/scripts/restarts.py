@@ -1,15 +1,19 @@
-"""Trains under torchrun and dies once: `torchrun ... tests/scripts/restarts.py FOLDER LAYOUT DEED RANK BATCH`.
+"""Trains under torchrun and dies once: `torchrun ... tests/scripts/restarts.py FOLDER LAYOUT DEED RANK BATCH [CKPT]`.
 
-Each start goes on from `last.ckpt` in FOLDER, in a layout that fills the world size, and writes the losses of its
-batches to `FOLDER/losses-{rank}.txt`, a line `step, world size, loss` each. On the first start this rank does the
-deed after so many batches.
+Each start trains in a layout that fills the world size, and writes the losses of its batches to
+`FOLDER/losses-{rank}.txt`, a line `step, world size, loss, time` each. On the first start this rank does the deed after
+so many batches. What it is given as `ckpt_path`, if anything, is CKPT. Before each batch it waits PAUSE seconds, an
+environment variable.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_3d import ThreeDStrategy
 
 BATCHES, EPOCHS = 6, 2
+SAMPLES = 12
+"""In each batch of all replicas."""
+HEARTBEAT_TIMEOUT = 8
 
 
 class Model(L.LightningModule):
@@ -47,41 +54,48 @@ class Dies(L.Callback):
         self.folder, self.deed, self.rank, self.batch = folder, deed, rank, batch
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        number = trainer.global_step
+        number, loss = trainer.global_step, float(trainer.callback_metrics["loss"]).hex()
         with (self.folder / f"losses-{trainer.global_rank}.txt").open("a") as file:
-            file.write(f"{number} {trainer.world_size} {float(trainer.callback_metrics['loss']).hex()}\n")
+            file.write(f"{number} {trainer.world_size} {loss} {time.time()}\n")
+        time.sleep(float(os.environ.get("PAUSE", "0")))
         died = self.folder / "died"
         if number == self.batch and trainer.global_rank == self.rank and not died.exists():
             died.touch()
             if self.deed == "exits":
                 os._exit(1)
-            if self.deed == "is killed with its agent":
-                os.kill(os.getppid(), signal.SIGKILL)
-            if self.deed.startswith("is killed"):
+            if self.deed == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.deed == "loses its agent":
+                os.kill(os.getppid(), signal.SIGKILL)
+            if self.deed == "is stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self.deed == "has a full disk":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 
 
-def main(folder: str, layout: str, deed: str, rank: str, batch: str) -> None:
+def main(folder: str, layout: str, deed: str, rank: str, batch: str, ckpt_path: str | None = None) -> None:
     directory, world_size = Path(folder), int(os.environ["WORLD_SIZE"])
     size = int(layout.removeprefix("pp "))  # the data-parallel size is "auto"
     replicas = world_size // size
     saves = ModelCheckpoint(directory, every_n_train_steps=1, save_last=True, save_top_k=1, filename="step")
     L.seed_everything(1, verbose=False)
     generator = torch.Generator().manual_seed(3)
-    samples = torch.randn(8 * BATCHES, 8, generator=generator), torch.randn(8 * BATCHES, 1, generator=generator)
+    samples = [torch.randn(SAMPLES * BATCHES, size, generator=generator) for size in (8, 1)]
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=ThreeDStrategy(pipeline_parallel_size=size),
+        strategy=ThreeDStrategy(
+            pipeline_parallel_size=size, heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT)
+        ),
         max_epochs=EPOCHS,
         callbacks=[Dies(directory, deed, int(rank), int(batch)), saves],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(TensorDataset(*samples), batch_size=8 // replicas, shuffle=True)
-    trainer.fit(Model(), loader, ckpt_path="last")
+    loader = DataLoader(TensorDataset(*samples), batch_size=SAMPLES // replicas, shuffle=True)
+    trainer.fit(Model(), loader, ckpt_path=ckpt_path)
 
 
 if __name__ == "__main__":
