@@ -1,8 +1,7 @@
-"""Nodes of a cluster, each an agent of torchrun with a folder of its own: processes and nodes die, and the run goes on."""
+"""Nodes of a cluster, each an agent of torchrun with a folder of its own, die, and the run goes on."""
 
 from __future__ import annotations
 
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -48,7 +47,9 @@ class Cluster:
         deed: What the script does, and the rank and the batch.
     """
 
-    def __init__(self, folder: Path, threads: ThreadPoolExecutor, num_nodes: str, deed: list[str], pause: float) -> None:
+    def __init__(
+        self, folder: Path, threads: ThreadPoolExecutor, num_nodes: str, deed: list[str], pause: float
+    ) -> None:
         self.folder, self._threads, self._pause = folder, threads, pause
         (folder / "shared").mkdir()
         with socket.socket() as free:
@@ -72,9 +73,7 @@ class Cluster:
         conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
         command = [*self._launch, f"--rdzv-conf={conf},is_host={int(is_host)}", *self._script]
         environment = {"TMPDIR": str(own), "PAUSE": str(self._pause)}
-        self.nodes.append(
-            self._threads.submit(start, command, timeout=240, environment=environment, directory=own)
-        )
+        self.nodes.append(self._threads.submit(start, command, timeout=240, environment=environment, directory=own))
         time.sleep(2)
 
     def wait(self) -> list[Ended]:
@@ -129,5 +128,6 @@ def test_two_nodes_go_on_to_the_bit(workers: WorkerPools, tmp_path: Path, deed: 
     weights = [torch.load(folder / "last.ckpt")["state_dict"] for folder in (whole, nodes.shared)]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     import re
+
     assert re.search(named, output), output
     assert "is implied" in output

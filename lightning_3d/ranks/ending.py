@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_3d.ranks.failure import ENDED_SILENTLY, Failure, error_text, is_lost_connection, source_line
+from lightning_3d.ranks.failure import Failure, error_text, is_lost_connection, source_line
 from lightning_3d.ranks.watchdog import PERIOD, RankStatus, Watchdog
 
 Answer = TypeVar("Answer")
 
-_UNTIL_TOLD = 4 * PERIOD  # seconds in which the failure of another rank is on the board, or its beats have ended
+_UNTIL_TOLD = 8 * PERIOD  # seconds in which the failure of another rank is on the board, or its beats are missed
 _UNTIL_ALIKE = 1.0  # seconds in which ranks that raise alike have all raised
 _UNTIL_SEEN = 3.0  # seconds that a failed rank stays for the others
 _POLLS = 0.02  # seconds between looks at the board
@@ -52,12 +52,10 @@ def settle(
     try:
         is_alike = not is_lost_connection(error) and _is_alike(status, error)
         first = _first(status, watchdog, error, explained)
-        status.store.put(f"seen/{status.rank}", "")
+        status.see("main")
         if not is_alike:
-            _wait(
-                lambda: status.store.get_all(f"seen/{rank}" for rank in status.others if rank != first.rank),
-                _UNTIL_SEEN,
-            )
+            num_alive = len(status.names) - (first.rank != status.rank)
+            _wait(lambda: status.store.add("seen", 0) >= num_alive or None, _UNTIL_SEEN)
         return Ending(first=first, is_alike=is_alike)
     except dist.DistError:
         mine = None if is_lost_connection(error) else status.failed(error_text(error))
@@ -69,9 +67,8 @@ def _first(
 ) -> Failure:
     mine = status.failed(error_text(error))
     if is_lost_connection(error):
-        before = status.beats_of(status.others)
-        told = _wait(lambda: watchdog.failure or _read(status), _UNTIL_TOLD)
-        mine = told or explained() or _silent(status, before) or mine
+        status.store.put("lost", "")
+        mine = _wait(lambda: watchdog.failure or _read(status), _UNTIL_TOLD) or explained() or mine
     return Failure.from_text(status.store.put_first("failure", mine.to_text()))
 
 
@@ -80,22 +77,18 @@ def _read(status: RankStatus) -> Failure | None:
     return None if text is None else Failure.from_text(text)
 
 
-def _silent(status: RankStatus, before: dict[int, str]) -> Failure | None:
-    """A rank that has not beaten since."""
-    now = status.beats_of(status.others)
-    for rank, beat in before.items():
-        if now.get(rank) == beat:
-            return status.silent(rank, f"its process {ENDED_SILENTLY}")
-    return None
-
-
 def _is_alike(status: RankStatus, error: BaseException) -> bool:
-    """Whether all ranks raise this, as the first that knows decides for all."""
+    """Whether all ranks raise this, as rank 0 sees in time, or the first one that waits no longer denies."""
     store = status.store
     store.put(f"raised/{status.rank}", f"{status.step()} {type(error).__name__} {source_line(error)}")
-    all_raised = _wait(lambda: store.get_all(f"raised/{rank}" for rank in range(len(status.names))), _UNTIL_ALIKE)
-    is_alike = all_raised is not None and len(set(all_raised)) == 1
-    return store.put_first("alike", "yes" if is_alike else "no") == "yes"
+    store.add("raised", 1)
+
+    def decided() -> str | None:
+        if status.rank == 0 and store.add("raised", 0) == len(status.names):
+            return store.put_first("alike", "yes" if len(status.first_at("raised")) == 1 else "no")
+        return store.get("alike")
+
+    return (_wait(decided, _UNTIL_ALIKE) or store.put_first("alike", "no")) == "yes"
 
 
 def _wait(look: Callable[[], Answer | None], seconds: float) -> Answer | None:

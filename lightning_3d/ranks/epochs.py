@@ -43,21 +43,25 @@ class Epochs:
             self._status.store.put_first("failure", failure.to_text())
 
     def tell(self) -> None:
-        """Leave the length of this rank's epoch on the board."""
+        """Leave the length of this rank's epoch on the board, unless another rank has a shorter one there."""
         if (length := self._length) is not None and length != self._told:
-            self._status.store.put(f"epoch/{self._status.rank}", f"{length[0]} {length[1]}")
+            epoch, number = length
+            mine, store = f"{number} {self._status.rank}", self._status.store
+            if number < int(store.put_first(f"epoch/{epoch}", mine).split()[0]):
+                store.put(f"epoch/{epoch}", mine)
             self._told = length
 
     def shorter(self) -> Failure | None:
         """A rank that has fewer batches in this epoch than this one has begun."""
         epoch, number = self._batch
-        for rank in self._status.others:
-            of_epoch, length = map(int, (self._status.store.get(f"epoch/{rank}") or "-2 0").split())
-            if of_epoch == epoch and length < number:
-                error = (
-                    f"it has {length} batches in epoch {epoch}, but rank {self._status.rank} is in batch {number}: the"
-                    " dataset gives ranks different numbers of batches. Give all the same number, as by dropping what"
-                    f" is left over, or set Trainer(limit_train_batches={length})"
-                )
-                return self._status.silent(rank, error)
-        return None
+        if (text := self._status.store.get(f"epoch/{epoch}")) is None:
+            return None
+        length, rank = map(int, text.split())
+        if length >= number:
+            return None
+        error = (
+            f"it has {length} batches in epoch {epoch}, but rank {self._status.rank} is in batch {number}: the"
+            " dataset gives ranks different numbers of batches. Give all the same number, as by dropping what"
+            f" is left over, or set Trainer(limit_train_batches={length})"
+        )
+        return self._status.silent(rank, error)

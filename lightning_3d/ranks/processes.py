@@ -17,6 +17,11 @@ def this_process() -> str:
         return ""
 
 
+def machine_of(name: str) -> str:
+    """The machine, since it has started, and the namespace of a process of this name."""
+    return " ".join(name.split()[:2])
+
+
 def is_running(name: str) -> bool:
     """Whether a process runs, that `this_process` gave the name of: and has neither ended nor stopped. False elsewhere.
 

@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from uuid import uuid4
@@ -103,8 +102,10 @@ def _name_of_start(store: Store, rank: int, world_size: int, seconds: float) -> 
     if rank > 0:
         question = uuid4().hex
         store.set(f"asks/{rank}", question)
-        _wait(lambda: store.check([f"answers/{question}"]), seconds, "rank 0 has not come")
-        name = store.get(f"answers/{question}").decode()
+        try:
+            name = store.get(f"answers/{question}").decode()  # waits for it
+        except dist.DistStoreError as error:
+            raise _missing("rank 0 has not come", seconds) from error
         store.set(f"named/{name}/{rank}", "")
         return name
     name, others = str(store.add("number", 1)), range(1, world_size)
@@ -115,18 +116,18 @@ def _name_of_start(store: Store, rank: int, world_size: int, seconds: float) -> 
             store.multi_set(answers, [name] * len(answers))  # type: ignore[attr-defined]  # not in its stub
         return store.check([f"named/{name}/{other}" for other in others])
 
-    _wait(are_all_named, seconds, f"not all of the {world_size} processes have come")
+    end = time.monotonic() + seconds
+    while not are_all_named():
+        if time.monotonic() > end:
+            raise _missing(f"not all of the {world_size} processes have come", seconds)
+        time.sleep(_POLLS)
     return name
 
 
-def _wait(look: Callable[[], bool], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not look():
-        if time.monotonic() > end:
-            raise RankError(
-                f"After {seconds:g} s (`timeout`) {what} to the store that torchrun keeps at"
-                f" {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}. Where rank 0 has moved to another node"
-                " since the first start, torchrun may send others to the former one: set"
-                " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, so that each start has a store of its own."
-            )
-        time.sleep(_POLLS)
+def _missing(what: str, seconds: float) -> RankError:
+    return RankError(
+        f"After {seconds:g} s (`timeout`) {what} to the store that torchrun keeps at"
+        f" {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}. Where rank 0 has moved to another node since the"
+        " first start, torchrun may send others to the former one: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for it, so"
+        " that each start has a store of its own."
+    )

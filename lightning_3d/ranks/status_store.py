@@ -39,6 +39,10 @@ class StatusStore:
         there: bytes = self._store.compare_set(name, "", text)
         return there.decode()
 
+    def append(self, name: str, text: str) -> None:
+        """Add to the text, of which there may be none yet."""
+        self._store.append(name, text)
+
     def add(self, name: str, number: int) -> int:
         """Add to a number that all ranks share, 0 at first; returns what it is then."""
         return self._store.add(name, number)

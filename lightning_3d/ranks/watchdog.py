@@ -5,10 +5,14 @@ only that a connection is lost. If that process is stopped, it learns nothing be
 
     a rank raises             it leaves its failure on the board (see ending.py), and each thread reads it
     all wait for each other   rank 0 leaves that as the failure (see standstill.py)
-    a process is stopped      rank 0 misses its beats, or another rank those of rank 0, and leaves that as the failure
+    a process is stopped      the rank before it misses its beats, and leaves that as the failure
+    a process has ended       ranks that lost a connection say so, and the rank before it waits for beats no longer
     a process is quiet        it may hold Python's lock, as `json.load` does: ranks of its machine that see it run beat
                               for it
     a main thread waits on    its own thread ends the process, with the failure as its last words
+
+Each rank watches the next one that has not left, and the last one rank 0, so that any number of ranks takes a few
+requests per rank and beat.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from lightning_3d.ranks.failure import ENDED_SILENTLY, Failure
-from lightning_3d.ranks.processes import is_running, this_process
+from lightning_3d.ranks.processes import is_running, machine_of, this_process
 from lightning_3d.ranks.status_store import StatusStore
 
 _log = logging.getLogger(__name__)
@@ -31,6 +35,7 @@ _log = logging.getLogger(__name__)
 PERIOD = 0.5
 """Seconds between beats."""
 
+_UNTIL_MISSED = 4 * PERIOD  # seconds without a beat after which a process counts as ended, once connections are lost
 _UNTIL_ENDED = 30.0  # seconds that a main thread has to end after a failure
 _UNTIL_SEEN = 2.0  # seconds in which other ranks have read of it, where all main threads wait for ever
 
@@ -68,10 +73,10 @@ class RankStatus:
         """The failure of the process that keeps the board."""
         return Failure(rank=0, place=self.names[0], error=f"its process, or that of the launcher, {how}")
 
-    def beats_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The last beat of each rank that has not left."""
-        beats = {rank: self.store.get(f"beat/{rank}") for rank in ranks if self.store.get(f"left/{rank}") is None}
-        return {rank: beat for rank, beat in beats.items() if beat is not None}
+    def see(self, by: str) -> None:
+        """Count this rank among those that know of the failure; once, whichever thread comes first."""
+        if self.store.put_first(f"seen/{self.rank}", by) == by:
+            self.store.add("seen", 1)
 
     def first_at(self, kind: str) -> dict[str, int]:
         """Each place that ranks have left under this name -> the first rank there; empty until all have left one."""
@@ -101,8 +106,11 @@ class Watchdog:
     ) -> None:
         self._status, self._timeout, self._looks, self._before_exit = status, timeout, polls, before_exit
         self._num_beats = 0
-        self._last_beats: dict[int, tuple[str, float]] = {}  # and when each was new
-        self._processes: dict[int, str] = {}  # of ranks that were quiet
+        self._watched = status.rank
+        self._last_beat, self._since = "", 0.0  # of the watched rank, and when it was new
+        self._has_told_quiet = self._has_first_left = False
+        self._machine = machine_of(this_process())
+        self._vouched: dict[int, tuple[str, str]] = {}  # process and last beat of ranks of this machine that were quiet
         self._closing = Event()
         self._age = 0.0  # seconds, without those in which this process was stopped itself
         self._looked_at: float | None = None  # None where nothing is left to look at
@@ -134,7 +142,7 @@ class Watchdog:
                 self._look()
                 self._looked_at = self._age
         except dist.DistError:
-            if not self._has_left(0):
+            if not self._has_first_left:
                 self.failure = self.failure or self._status.board_failed()
         self._looked_at = None
 
@@ -157,50 +165,51 @@ class Watchdog:
         self._beat()
         for look in self._looks:
             look()
-        store, me = self._status.store, self._status.rank
+        store = self._status.store
         if (stopped := self._stopped()) is not None:
             store.put_first("failure", stopped.to_text())
         self._vouch()
+        self._has_first_left = store.get("left/0") is not None
         if (text := store.get("failure")) is not None:
             self.failure = Failure.from_text(text)
-            store.put(f"seen/{me}", "")
+            self._status.see("watchdog")
 
     def _beat(self) -> None:
         self._num_beats += 1
         self._status.store.put(f"beat/{self._status.rank}", f"{self._num_beats} {self._status.step()}")
 
     def _stopped(self) -> Failure | None:
-        """A rank that has not beaten for too long: rank 0 watches all, and all watch rank 0."""
-        watched = self._status.others if self._status.rank == 0 else [0]
-        beats = self._status.beats_of(watched)
-        self._last_beats = {
-            rank: last if (last := self._last_beats.get(rank)) and last[0] == beat else (beat, self._age)
-            for rank, beat in beats.items()
-        }
-        quiet = [rank for rank, (_, since) in self._last_beats.items() if self._age > since + self._timeout / 2]
-        if quiet:
-            self._status.store.put("quiet", " ".join(map(str, quiet)))
-        for rank in quiet:
-            if self._age > self._last_beats[rank][1] + self._timeout:
-                return self._status.silent(rank, f"its process has given no sign of life for {self._timeout:g} s")
+        """The next rank, if it has not beaten for too long."""
+        status, store = self._status, self._status.store
+        while self._watched == status.rank or store.get(f"left/{self._watched}") is not None:
+            self._watched = (self._watched + 1) % len(status.names)
+            self._last_beat, self._since = "", self._age
+            if self._watched == status.rank:  # all others have left
+                return None
+        beat = store.get(f"beat/{self._watched}")
+        if beat is None or beat != self._last_beat:  # it is to begin, or has beaten
+            self._last_beat, self._since, self._has_told_quiet = beat or "", self._age, False
+            return None
+        missed = self._age - self._since
+        if missed > self._timeout / 2 and not self._has_told_quiet:
+            self._has_told_quiet = True
+            store.append(f"quiet/{machine_of(store.get(f'process/{self._watched}') or '')}", f"{self._watched} ")
+        if missed > _UNTIL_MISSED and store.get("lost") is not None:
+            return status.silent(self._watched, f"its process {ENDED_SILENTLY}")
+        if missed > self._timeout:
+            return status.silent(self._watched, f"its process has given no sign of life for {self._timeout:g} s")
         return None
 
     def _vouch(self) -> None:
-        """Beat for quiet ranks whose processes run on this machine; each that beats again takes itself off the list."""
+        """Beat for ranks that were quiet, where they do not and their processes run on this machine."""
         store, me = self._status.store, self._status.rank
-        quiet = list(map(int, (store.get("quiet") or "").split()))
-        if me in quiet:
-            store.put("quiet", " ".join(str(rank) for rank in quiet if rank != me))
-        for rank in quiet:
-            if rank not in self._processes:
-                self._processes[rank] = store.get(f"process/{rank}") or ""
-            if rank != me and is_running(self._processes[rank]):
-                step = (store.get(f"beat/{rank}") or "").partition(" ")[2]
-                store.put(f"beat/{rank}", f"{self._num_beats}-of-{me} {step}")
-
-    def _has_left(self, rank: int) -> bool:
-        """Whether a rank had left when it was last looked at."""
-        return self._status.rank != rank and rank not in self._last_beats
+        for rank in set(map(int, (store.get(f"quiet/{self._machine}") or "").split())) - {me}:
+            process, last_beat = self._vouched.get(rank) or (store.get(f"process/{rank}") or "", "")
+            beat = store.get(f"beat/{rank}") or ""
+            if beat == last_beat and is_running(process):
+                beat = f"{self._num_beats}-of-{me} {beat.partition(' ')[2]}"
+                store.put(f"beat/{rank}", beat)
+            self._vouched[rank] = process, beat
 
     def _end(self) -> None:
         """End the process, whose main thread waits for a rank that will not come."""

@@ -85,9 +85,7 @@ def main(folder: str, layout: str, deed: str, rank: str, batch: str, ckpt_path: 
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
-        strategy=ThreeDStrategy(
-            pipeline_parallel_size=size, heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT)
-        ),
+        strategy=ThreeDStrategy(pipeline_parallel_size=size, heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT)),
         max_epochs=EPOCHS,
         callbacks=[Dies(directory, deed, int(rank), int(batch)), saves],
         logger=False,
