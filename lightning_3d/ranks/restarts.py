@@ -19,8 +19,9 @@ import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -30,7 +31,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from lightning_3d.distributed.agreement import gather_numbers, on_one_rank
 from lightning_3d.errors import RankError
-from lightning_3d.ranks.processes import this_process
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.launchers import RunLauncher
 from lightning_3d.waits import long_wait
@@ -49,34 +49,38 @@ def store_of_start(rank: int, world_size: int, timeout: timedelta) -> Store | No
     Raises:
         RankError: some have not come.
     """
-    store = _store_of_agents(timeout)
-    if store is None:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = PrefixStore("lightning_3d/starts", TCPStore(host, port, is_master=False, timeout=timeout))
     with long_wait("Waiting for the processes of all nodes"):
         return PrefixStore(_name_of_start(store, rank, world_size, timeout.total_seconds()), store)
 
 
-def resume_after_restart(trainer: Trainer, launcher: RunLauncher, timeout: timedelta) -> AbstractContextManager[None]:
+def resume_after_restart(trainer: Trainer, launcher: RunLauncher) -> AbstractContextManager[None]:
     """Let a fit that torchrun has started again go on from its last checkpoint inside, unless it was given one.
 
     It would begin anew, and write over its checkpoints. Every rank calls it, once the model's callbacks are known.
-
-    Args:
-        timeout: The time that the agent may take to answer.
     """
     is_given = launcher.ckpt_path is not None or trainer.ckpt_path is not None or trainer.global_step > 0
-    if is_given or not dist.is_torchelastic_launched() or not _is_restarted(timeout):
+    if is_given or not dist.is_torchelastic_launched() or not _is_restarted():
         return nullcontext()
     rank_zero_info('torchrun has started this fit again, which was given no ckpt_path: ckpt_path="last" is implied.')
     path = launcher.ckpt_path = on_one_rank(lambda: lightning_helpers.last_checkpoint(trainer))
     return lightning_helpers.restored_from(trainer, path)
 
 
-def _is_restarted(timeout: timedelta) -> bool:
-    """Whether processes that torchrun had started before came this far; every rank calls it."""
+def _is_restarted() -> bool:
+    """Whether an agent that started a process here has started another that came this far; every rank calls it.
+
+    An agent keeps a folder for as long as it lives, and counts only the restarts that its own processes have caused.
+    """
     is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if dist.get_rank() == 0 and (store := _store_of_agents(timeout)) is not None:
-        is_restarted |= store.compare_set("first", "", this_process()).decode() != this_process()
+    if (error_file := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        first = Path(error_file).parents[2] / f"lightning_3d_first_{os.environ['LOCAL_RANK']}"
+        with suppress(FileExistsError), first.open("x") as file:
+            file.write(str(os.getpid()))
+        is_restarted |= first.read_text() != str(os.getpid())
     return any(gather_numbers(int(is_restarted)))
 
 
@@ -87,14 +91,6 @@ def end_with_agent() -> None:
     """
     if dist.is_torchelastic_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _store_of_agents(timeout: timedelta) -> Store | None:
-    """The one that outlives a start, if there is one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return PrefixStore("lightning_3d/starts", TCPStore(host, port, is_master=False, timeout=timeout))
 
 
 def _name_of_start(store: Store, rank: int, world_size: int, seconds: float) -> str:

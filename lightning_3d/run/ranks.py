@@ -122,8 +122,7 @@ class Ranks:
             self._rendezvous.is_standstill = lambda: standstill.is_certain
             check_same_settings(trainer, config)
         if trainer.state.fn == TrainerFn.FITTING:
-            timeout = self._settings.timeout
-            self.session.enter_context(resume_after_restart(trainer, strategy.launcher, timeout))
+            self.session.enter_context(resume_after_restart(trainer, strategy.launcher))
         warn_of_slow_groups(shape, number_of_processes(strategy))
         self._place(trainer, config, shape)
 
