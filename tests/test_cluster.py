@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from tests.scripts import ROOT, Ended, start
-from tests.scripts.restarts import BATCHES, EPOCHS, HEARTBEAT_TIMEOUT as TIMEOUT, main
+from tests.scripts.restarts import BATCHES, EPOCHS, main
+from tests.scripts.restarts import HEARTBEAT_TIMEOUT as TIMEOUT
 from tests.workers import WorkerPools
 
 UNTIL_RUNNING = 60.0
@@ -63,7 +64,13 @@ class Cluster:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self._launch = ["-m", "torch.distributed.run", f"--nnodes={num_nodes}", "--nproc-per-node=1"]
-        self._launch += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=a"]
+        self._launch += [
+            "--max-restarts=3",
+            "--shutdown-timeout=10",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=localhost:{port}",
+            "--rdzv-id=a",
+        ]
         self._script = [str(ROOT / "tests/scripts/restarts.py"), str(self.shared), "pp 1", *deed]
         self.nodes: list[Future[Ended]] = []
 
