@@ -15,7 +15,7 @@ from tests.scripts import ROOT, Ended, start
 from tests.workers import free_port
 
 PAGE = (ROOT / "docs/features/cluster.md").read_text()
-PROGRAM, SLURM, TORCHRUN = re.findall(r"^```(?:python|sh)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PROGRAM, SLURM, TORCHRUN = re.findall(r"^```(?:{.python .notest}|sh)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 STEPS = 80
 
 SRUN = """#!/usr/bin/env bash

@@ -164,7 +164,7 @@ def requeue(trainer: Trainer, signum: int) -> None:
 
 
 def last_checkpoint(trainer: Trainer) -> str | Path | None:
-    """What ``trainer.fit(ckpt_path="last")`` restores; warns where there is nothing."""
+    """The checkpoint that ``trainer.fit(ckpt_path="last")`` restores; warns where there is none."""
     connector = trainer._checkpoint_connector
     return connector._parse_ckpt_path(TrainerFn.FITTING, "last", model_provided=True, model_connected=True)
 
