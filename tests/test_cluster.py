@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -19,10 +21,13 @@ import torch
 from tests.scripts import ROOT, Ended, start
 from tests.scripts.restarts import BATCHES, EPOCHS, main
 from tests.scripts.restarts import HEARTBEAT_TIMEOUT as TIMEOUT
-from tests.workers import WorkerPools
+from tests.workers import WorkerPools, free_port
 
 UNTIL_RUNNING = 60.0
-"""Seconds from a failure to the first step after it."""
+"""Seconds from the end of a process to the first step after it."""
+
+UNTIL_ENDED = 2 * TIMEOUT + 10
+"""Seconds until those have ended that stand still: until they are named, others end, and torchrun waits no longer."""
 
 STEPS = range(1, BATCHES * EPOCHS + 1)
 
@@ -60,18 +65,10 @@ class Cluster:
     ) -> None:
         self.folder, self._threads, self._environment = folder, threads, environment
         (folder / "shared").mkdir()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         self._launch = ["-m", "torch.distributed.run", f"--nnodes={num_nodes}", "--nproc-per-node=1"]
-        self._launch += [
-            "--max-restarts=3",
-            "--shutdown-timeout=10",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=localhost:{port}",
-            "--rdzv-id=a",
-        ]
+        self._launch += ["--max-restarts=3", "--shutdown-timeout=10", "--rdzv-backend=c10d", "--rdzv-id=a"]
         self._script = [str(ROOT / "tests/scripts/restarts.py"), str(self.shared), "pp 1", *deed]
+        self._endpoint = ""
         self.nodes: list[Future[Ended]] = []
 
     @property
@@ -79,15 +76,24 @@ class Cluster:
         """The folder that all nodes see."""
         return self.folder / "shared"
 
-    def add(self) -> None:
-        """Start one more; by their process ids the first one gets rank 0."""
-        is_host = not self.nodes
+    def add(self, prefix: list[str] | None = None, address: str = "127.0.0.1", interface: str = "lo") -> None:
+        """Start one more; by their process ids the first one gets rank 0.
+
+        Args:
+            prefix: What starts it, if not this process.
+            address: Its own.
+            interface: Of its network.
+        """
         own = self.folder / f"node{len(self.nodes)}"
         own.mkdir()
-        conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-        command = [*self._launch, f"--rdzv-conf={conf},is_host={int(is_host)}", *self._script]
-        environment = {**self._environment, "TMPDIR": str(own)}
-        self.nodes.append(self._threads.submit(start, command, timeout=240, environment=environment, directory=own))
+        if not self.nodes:
+            self._endpoint = f"{address}:{free_port()}"
+        conf = f"last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={int(not self.nodes)}"
+        rendezvous = [f"--rdzv-endpoint={self._endpoint}", f"--rdzv-conf={conf}", f"--local-addr={address}"]
+        program, *command = [*(prefix or []), sys.executable, *self._launch, *rendezvous, *self._script]
+        environment = {**self._environment, "TMPDIR": str(own), "GLOO_SOCKET_IFNAME": interface}
+        started = partial(start, command, timeout=240, environment=environment, directory=own, program=program)
+        self.nodes.append(self._threads.submit(started))
         time.sleep(2)
 
     def wait(self) -> list[Ended]:
@@ -143,7 +149,7 @@ def test_two_nodes_go_on_to_the_bit(
     assert [end.returncode for end in ended] == [0, 0], output
     seconds = _seconds_to_first_step(nodes.shared)
     print(f"{deed}, rank {rank}: {seconds:.1f} s to the first step")
-    assert seconds < UNTIL_RUNNING
+    assert seconds < UNTIL_RUNNING + UNTIL_ENDED * (deed == "is stopped")
     expected = {line.step: line.loss for line in lines(whole)}
     found = lines(nodes.shared)
     assert {line.step for line in found} == set(STEPS)
@@ -173,6 +179,53 @@ def test_a_node_dies_and_another_takes_its_place(tmp_path: Path) -> None:
     joined_at = next(line.time for line in found if line.world_size == 3 and line.time > died_at + 10)
     assert not [time for time in of_third if died_at + 1 < time < joined_at - 5], "it went on without its agent"
     print(f"a node dies: {_seconds_to_first_step(nodes.shared):.1f} s to the first step of two")
+
+
+@pytest.fixture
+def link() -> Iterator[list[str]]:
+    """Two network namespaces with a link between them, 10.97.0.1 and 10.97.0.2; gives their names."""
+    names = ["lightning3d_0", "lightning3d_1"]
+    if subprocess.run(["ip", "netns", "add", names[0]], capture_output=True).returncode != 0:
+        pytest.skip("network namespaces are not permitted")
+    try:
+        _ip(f"netns add {names[1]}")
+        _ip(f"link add link0 netns {names[0]} type veth peer name link1 netns {names[1]}")
+        for number, name in enumerate(names):
+            _ip(f"-n {name} addr add 10.97.0.{number + 1}/24 dev link{number}")
+            _ip(f"-n {name} link set link{number} up")
+            _ip(f"-n {name} link set lo up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _ip(arguments: str) -> None:
+    subprocess.run(["ip", *arguments.split()], check=True)
+
+
+@pytest.mark.cluster
+def test_a_node_that_the_network_loses_ends_and_the_other_goes_on(link: list[str], tmp_path: Path) -> None:
+    with cluster(tmp_path, "1:2", ["nothing", "0", "0"], pause=1.0, start=0) as nodes:
+        for number, name in enumerate(link):
+            nodes.add(prefix=["ip", "netns", "exec", name], address=f"10.97.0.{number + 1}", interface=f"link{number}")
+        _until(lambda: len(_lines_yet(nodes.shared)) >= 5)
+        cut_at = time.time()
+        _ip(f"-n {link[0]} link set link0 down")
+        first = nodes.nodes[0].result()
+        _ip(f"-n {link[0]} link set link0 up")
+        second = nodes.wait()[1]
+    assert first.returncode == 0, first.output
+    assert "rank 1 (pipeline stage 0, data 1, tensor 0), last seen in train step" in first.output
+    assert "rank 0 (pipeline stage 0, data 0, tensor 0): its process, or that of the launcher" in second.output
+    found = lines(nodes.shared)
+    assert [size for size, _ in groupby(line.world_size for line in found)] == [2, 1]
+    assert {line.step for line in found} == set(STEPS)
+    assert len(found) <= len(STEPS) + 2, "what was not saved yet comes again, and no more"
+    seconds = min(line.time for line in found if line.world_size == 1) - cut_at
+    print(f"the network is cut: {seconds:.1f} s to the first step of one")
+    assert seconds < UNTIL_RUNNING + UNTIL_ENDED
+    assert all(line.time < cut_at + UNTIL_ENDED for line in lines(nodes.shared, rank=1)), "it went on alone"
 
 
 def _lines_yet(shared: Path) -> list[Line]:

@@ -41,7 +41,7 @@ class StatusStore:
 
     def append(self, name: str, text: str) -> None:
         """Add to the text, of which there may be none yet."""
-        self._store.append(name, text)
+        self._store.append(name, text)  # type: ignore[attr-defined]  # not in its stub
 
     def add(self, name: str, number: int) -> int:
         """Add to a number that all ranks share, 0 at first; returns what it is then."""
