@@ -60,7 +60,7 @@ def _run(folder: Path, script: str, **environment: str) -> Ended:
 @pytest.mark.cluster
 def test_a_job_of_slurm_saves_before_it_is_queued_again_and_goes_on(tmp_path: Path) -> None:
     program = PROGRAM.replace("callbacks=[saves]", "callbacks=[saves, Signalled()]")
-    program = program.replace("ThreeDStrategy()", 'ThreeDStrategy(checkpoint={"async_save": True})')
+    program = program.replace("samples_per_step=24", 'samples_per_step=24, checkpoint={"async_save": True}')
     (tmp_path / "train.py").write_text(SIGNALLED + program)
     slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_JOB_ID": "4242"}
     slurm |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost", "SLURM_JOB_NAME": "train"}
