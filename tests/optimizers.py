@@ -219,14 +219,21 @@ class ClippingAdam(Adam):
 
 
 class Prodigy(ByHand):
-    """One rate for all parameters, found from all gradients; after Mishchenko et al. 2023, https://arxiv.org/abs/2306.06101."""
+    """One rate for all parameters, by how far they are from their initial values, which it keeps when it is made; after
+    Mishchenko et al. 2023, https://arxiv.org/abs/2306.06101.
+    """
 
     def __init__(self, params: Any, lr: float = 1.0) -> None:
-        super().__init__(params, lr=lr, rate=0.0)
+        super().__init__(params, lr=lr, rate=0.01, distance=0.0)
+        for parameter in [parameter for group in self.param_groups for parameter in group["params"]]:
+            self.state[parameter]["initial"] = parameter.detach().clone()
 
     def begin(self, group: dict[str, Any]) -> None:
-        total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
-        group["rate"] += 0.01 * math.log1p(total)
+        sums = []
+        for p in [parameter for parameter in group["params"] if parameter.grad is not None]:
+            group["distance"] += group["rate"] * float((p.grad * (self.kept(p, "initial", p) - p)).sum())
+            sums.append(float(self.kept(p, "sum").add_(p.grad, alpha=group["rate"]).abs().sum()))
+        group["rate"] = max(group["rate"], 0.1 * math.sqrt(abs(group["distance"]) / (1e-8 + sum(sums))))
 
     def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         parameter.sub_(gradient, alpha=group["lr"] * group["rate"])

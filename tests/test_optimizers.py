@@ -131,16 +131,6 @@ def _fit(name: str, layout: Layout) -> None:
     fitted(layout, partial(Trained, name), data=features, batches=1, epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("ClippingAdam", Layout(dp=2, zero=3)), ("LBFGS", Layout(tp=2)), ("Prodigy", Layout(pp=2))],
-    ids=str,
-)
-def test_those_that_step_all_are_refused_on_parts(workers: WorkerPools, name: str, layout: Layout) -> None:
-    with pytest.raises(WorkerError, match=rf"StepError: {name} steps all parameters"):
-        workers(2).run(_fit, name, layout)
-
-
 def _refusal(fit: Callable[[Layout], object], layout: Layout) -> str:
     with pytest.raises(StepError) as raised:
         fit(layout)

@@ -66,7 +66,7 @@ def load_optimizers(
             for group in saved["param_groups"]:
                 _check_kind(optimizer, group, state, parameters, number=i, saved_as=kind)
             for number, (fqn, parameter) in enumerate(named):
-                if fqn in state and not (parameter.is_meta or shard_of(parameter, shards).owned_by_other):
+                if fqn in state and _is_stepped(parameter, shards):
                     own[number] = {
                         name: _part_of(value, parameter, shards, all_parts.get(fqn))
                         for name, value in state[fqn].items()
@@ -76,6 +76,11 @@ def load_optimizers(
             loaded.append((optimizer, {"state": own, "param_groups": in_order}))
     for optimizer, part in loaded:
         optimizer.load_state_dict(part)
+
+
+def _is_stepped(parameter: nn.Parameter, shards: Shards) -> bool:
+    """Whether this rank steps something of it, and has states of that."""
+    return not shards[parameter].owned_by_other if parameter in shards else not parameter.is_meta
 
 
 def _check_kind(
@@ -138,7 +143,7 @@ def _empty_state(parameter: nn.Parameter, info: TensorInfo, shard: RankShard) ->
             f"an optimizer state of shape {info.shape} belongs to a sharded parameter of shape "
             f"{tuple(parameter.shape)}: only states of the parameter's shape and scalars can be sharded"
         )
-    return torch.empty(info.shape, dtype=info.dtype, device=parameter.device)
+    return torch.empty(info.shape, dtype=info.dtype, device=None if parameter.is_meta else parameter.device)
 
 
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

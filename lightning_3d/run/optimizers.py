@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_3d.checkpoint.box import Box, boxes
+from lightning_3d.checkpoint.box import Box, Share, boxes
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.tp_replica_sync import TPReplicaSync
 from lightning_3d.errors import StepError
@@ -33,7 +33,7 @@ from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.optimizer_kind import OptimizerKind, is_known
 from lightning_3d.zero.own_collectives import before_collectives
 from lightning_3d.zero.owners import kinds_of
-from lightning_3d.zero.whole_steps import WholeParameter, WholeSteps, whole_parameters
+from lightning_3d.zero.whole_steps import WholeParameter, WholeSteps, parameters_on_all, whole_parameters
 
 
 class TrainedOptimizers:
@@ -82,6 +82,7 @@ class TrainedOptimizers:
                 offload=offloaded_steps(config.zero, zero, device),
                 masters=masters,
                 whole=WholeSteps(whole, device),
+                together={optimizer for optimizer, kind in kinds.items() if kind == "all"},
                 alike=TPReplicaSync(mesh.group("tp")) if mesh.shape.tp > 1 else None,
             )
             undone.enter_context(self._steps.hooked(optimizers))
@@ -133,11 +134,12 @@ class TrainedOptimizers:
 def _whole_parameters(
     zero: Zero, kinds: Mapping[Optimizer, OptimizerKind], context: RunContext
 ) -> list[WholeParameter]:
-    """The parameters that this rank steps whole though it holds a part of them; every rank calls it."""
-    if "parameters" not in kinds.values():
+    """The parameters that are stepped whole though ranks hold parts of them; every rank calls it."""
+    if {"parameters", "all"}.isdisjoint(kinds.values()):
         return []
-    parts, steps = interleaved_parameters(context.module), kinds_of(zero.shards, kinds)
-    parts_of = {parameter: parts.get(fqn) for fqn, parameter in context.module.named_parameters()}
+    named = dict(context.module.named_parameters())
+    parts, steps = interleaved_parameters(context.module), kinds_of(named.values(), kinds)
+    parts_of = {parameter: parts.get(fqn) for fqn, parameter in named.items()}
 
     def boxes_of(parameter: nn.Parameter, coordinate: Sequence[int]) -> list[Box]:
         assert isinstance(parameter, DTensor), "it is cut"
@@ -145,7 +147,14 @@ def _whole_parameters(
         return boxes(parameter.shape, shape, coordinate, placements, parts_of[parameter])
 
     cut = [p for p, shard in zero.shards.items() if steps[p] == "parameters" and not shard.owned_by_other]
-    return whole_parameters(cut, context.mesh, boxes_of)
+    together = {fqn: parameter for fqn, parameter in named.items() if steps[parameter] == "all"}
+    shares = {fqn: Share(parameter, parts.get(fqn)) for fqn, parameter in together.items() if parameter in zero.shards}
+    own_boxes = {fqn: share.boxes for fqn, share in shares.items()}
+    is_cut = context.config.zero.stage == 3
+    return [
+        *whole_parameters(cut, context.mesh, boxes_of),
+        *parameters_on_all(together, context.mesh, own_boxes, cuts_replicas=is_cut),
+    ]
 
 
 def _how_found(optimizer: Optimizer, config: ZeroConfig) -> KindFound:
@@ -160,7 +169,7 @@ def _replace_early(optimizers: Sequence[Optimizer], early: Mapping[nn.Parameter,
     held, now = set(module.parameters()), dict(module.named_parameters(remove_duplicate=False))
     for optimizer in optimizers:
         for group in [] if optimizer.state else optimizer.param_groups:
-            group["params"] = [p if p in held else now.get(early.get(p, ""), p) for p in group["params"]]
+            group["params"][:] = [p if p in held else now.get(early.get(p, ""), p) for p in group["params"]]
 
 
 @contextmanager

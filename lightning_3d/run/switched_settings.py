@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import StepError
-from lightning_3d.run.decide.requirements import problems_of_kind
 from lightning_3d.run.decide.unsafe_optimizers import stepping_device, steps_parts
 from lightning_3d.zero.optimizer_kind import KINDS, OptimizerKind, first_states, is_known, optimizer_kind
 
@@ -57,8 +56,8 @@ class SwitchedSettings:
     def _refuse(self, optimizer: Optimizer, found: OptimizerKind, switched: str) -> None:
         """Raise for an optimizer that has to see more of parameters than it was made to."""
         kind, shape, config = self._kinds[optimizer], self._shape, self._config
-        is_served = found != "all" or not any(problems_of_kind(optimizer, found, shape, config))
-        if KINDS.index(found) > KINDS.index(kind) and (steps_parts(shape, config) or not is_served):
+        is_apart = found == "all" and (shape.pp > 1 or config.offload_optimizer != "none")
+        if KINDS.index(found) > KINDS.index(kind) and (steps_parts(shape, config) or is_apart):
             raise StepError(
                 f"{type(optimizer).__name__} works on {found!r} since code set {switched}, but worked on {kind!r} when"
                 " it was made, so that ranks step less of a parameter than it needs now. Set"

@@ -9,7 +9,7 @@ every layout, and no step pays for the dispatch of DTensors. 16-bit parameters m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ from lightning_3d.zero.loading import loading_states
 from lightning_3d.zero.master_weights import MasterWeights, is_half, without_masters
 from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.windows import Part
-from lightning_3d.zero.shard import plain, shard_of
+from lightning_3d.zero.shard import plain
 from lightning_3d.zero.swapped import StandIns, Swapped
 from lightning_3d.zero.whole_steps import GatheredParameters, WholeSteps
 from lightning_3d.zero.wrapped_optimizers import with_wrapped
@@ -46,7 +46,8 @@ class LocalSteps:
         check: Called with an optimizer before its step; raises if it must not step now.
         offload: Steps them elsewhere than on the device, if that is wanted.
         masters: Steps 16-bit parameters in fp32, if that is wanted.
-        whole: Brings whole parameters to their owners.
+        whole: Brings whole parameters to those that step them.
+        together: Optimizers that step all parameters together.
         alike: Keeps what tensor parallel does not shard the same on its ranks; not in host memory.
     """
 
@@ -58,9 +59,10 @@ class LocalSteps:
         offload: OffloadedSteps | None,
         masters: MasterWeights | None,
         whole: WholeSteps,
+        together: Collection[Optimizer],
         alike: TPReplicaSync | None,
     ) -> None:
-        self._check, self._alike = check, alike
+        self._check, self._alike, self._together = check, alike, together
         self._zero, self._offload, self._masters = zero, offload, masters
         self._whole, self._gathered = whole, dict[Optimizer, GatheredParameters]()
         self._parts = StandIns()
@@ -101,7 +103,7 @@ class LocalSteps:
                 if self._offload is not None:
                     self._bring_home(optimizer)
                     stack.enter_context(loading_states(optimizer, self._state_place, self._bring_home))
-                elif self._masters is not None:
+                elif self._masters is not None or any(parameter.is_meta for parameter in self._zero.whole):
                     stack.enter_context(loading_states(optimizer, self._state_place))
             yield
 
@@ -121,7 +123,7 @@ class LocalSteps:
                 offload.to_host(optimizer, parameter)
 
     def _state_place(self, parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
-        device = plain(parameter).device if self._offload is None else torch.device("cpu")
+        device = self._whole.device_of(parameter) if self._offload is None else torch.device("cpu")
         return device, torch.float32 if self._is_widened(parameter) else parameter.dtype
 
     def _is_widened(self, parameter: nn.Parameter) -> bool:
@@ -130,7 +132,7 @@ class LocalSteps:
     def _take_own_rows(self, optimizer: Optimizer) -> None:
         """Cut states that an optimizer makes when it is made (Adagrad)."""
         for parameter, state in list(optimizer.state.items()):
-            if not isinstance(parameter, nn.Parameter) or parameter not in self._zero.shards:
+            if not isinstance(parameter, nn.Parameter) or parameter not in self._zero.stepped:
                 continue
             own = (
                 partial(self._whole.own, parameter)
@@ -160,6 +162,8 @@ class LocalSteps:
             self._finish(optimizer)  # a closure may be called again
             self._unfinished.discard(optimizer)  # it trains, too
             result = closure()
+            if optimizer in self._together:
+                result = self._whole.mean_loss(result)
             self._enter(optimizer)
             return result
 
@@ -174,10 +178,11 @@ class LocalSteps:
         del self._depth[optimizer]
         self._finish(optimizer)
         parameters = self._parameters(optimizer)
-        self._zero.all_gather_params(_trained(parameters))
+        self._zero.all_gather_params(self._trained(parameters))
         self._zero.drop_gradients([*parameters, *self._unused()])
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if parameter.is_meta or shard_of(parameter, self._zero.stepped).owned_by_other:
+            shard = self._zero.stepped.get(parameter)
+            if parameter.is_meta if shard is None else shard.owned_by_other:
                 optimizer.state.setdefault(parameter, AbsentStates())
         self._unfinished.discard(optimizer)
 
@@ -200,7 +205,7 @@ class LocalSteps:
             finally:
                 self._put_back(optimizer)
             self._finish(optimizer)
-            self._zero.all_gather_params(_trained(self._parameters(optimizer)))
+            self._zero.all_gather_params(self._trained(self._parameters(optimizer)))
             return result
 
         return switch
@@ -226,10 +231,11 @@ class LocalSteps:
         self.running.add(optimizer)
 
     def _gather(self, optimizer: Optimizer, *, steps: bool) -> None:
-        """Bring cut parameters to their owners: those that it steps, or all."""
+        """Bring cut parameters to those that step them: those with gradients, or all."""
         cut = [parameter for parameter in self._parameters(optimizer) if parameter in self._zero.whole]
         gradients = {p: own for p in cut if steps and (own := self._zero.gradient(p)) is not None}
-        self._gathered[optimizer] = self._whole.gather(gradients if steps else cut, gradients)
+        seen = [p for p in cut if not steps or p in gradients or self._zero.whole[p].owner is None]
+        self._gathered[optimizer] = self._whole.gather(seen, gradients)
 
     def _swap(self, optimizer: Optimizer, *, steps: bool) -> list[Tensor]:
         """Give an optimizer this rank's parts; returns those that tensor parallel does not shard."""
@@ -285,7 +291,7 @@ class LocalSteps:
 
     def _gradient(self, optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | None:
         if parameter in self._zero.whole:
-            return self._gathered[optimizer].gradients[parameter]
+            return self._gathered[optimizer].gradients.get(parameter)
         return self._zero.gradient(parameter)
 
     def _part(self, optimizer: Optimizer, parameter: nn.Parameter, *, widens: bool) -> nn.Parameter:
@@ -298,7 +304,7 @@ class LocalSteps:
         if widens and self._masters is not None and self._is_widened(parameter):
             self._lent.setdefault(optimizer, []).append(parameter)
             return self._masters.checkout(optimizer, parameter, own, follows=self._offload is None)
-        return parameter if self._zero.shards[parameter].is_all else self._parts.of(parameter, own)
+        return parameter if self._zero.stepped[parameter].is_all else self._parts.of(parameter, own)
 
     def refuse_unfinished(self) -> None:
         """Where the user's code goes on after a step that an exception has left.
@@ -319,7 +325,12 @@ class LocalSteps:
         self._gathered.pop(optimizer, None)
 
     def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        return [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
+        return [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.stepped]
+
+    def _trained(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of which this rank holds something."""
+        with DisableTorchFunctionSubclass():
+            return [p for p in parameters if p.requires_grad and p in self._zero.shards]
 
     def _put_back(self, optimizer: Optimizer) -> None:
         self.running.discard(optimizer)
@@ -341,8 +352,3 @@ class LocalSteps:
             widened = {p: values for p, values in gathered.values.items() if self._is_widened(p)}
             others = {p: self._parts.let_go(p) for p in gathered.values if p not in widened}
             self._whole.give_back({**widened, **others}, gathered.pieces)
-
-
-def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    with DisableTorchFunctionSubclass():
-        return [parameter for parameter in parameters if parameter.requires_grad]

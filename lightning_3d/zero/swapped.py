@@ -52,16 +52,16 @@ class Swapped:
     ) -> None:
         self._optimizer, self._then = optimizer, then
         self._stepped = {parameter: other for parameter, other in stepped.items() if other is not None}
-        self._originals = [group["params"] for group in optimizer.param_groups]
+        self._originals = [[*group["params"]] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             others = [stepped.get(parameter, parameter) for parameter in group["params"]]
-            group["params"] = [other for other in others if other is not None]
+            group["params"][:] = [other for other in others if other is not None]  # LBFGS remembers this list
         _rekey(optimizer, self._stepped)
 
     def back(self) -> None:
         """The other way."""
         for group, parameters in zip(self._optimizer.param_groups, self._originals, strict=True):
-            group["params"] = parameters
+            group["params"][:] = parameters
         _rekey(self._optimizer, {other: parameter for parameter, other in self._stepped.items()})
         for other in self._stepped.values():
             other.grad = None

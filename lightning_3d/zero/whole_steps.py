@@ -6,7 +6,9 @@ pieces of values and gradients, and puts them in their original order; after it 
     rank 0    a[:2]  b[:2]          all of a, stepped          a[:2]  b[:2]
     rank 1    a[2:]  b[2:]    ->    all of b, stepped    ->    a[2:]  b[2:]
 
-So its owner alone has the states of a parameter, and the whole of it only while the step runs.
+So its owner alone has the states of a parameter, and the whole of it only while the step runs. An optimizer that needs
+all parameters together steps them on every rank, which gets the pieces of all, also of other pipeline stages, and keeps
+its own of the new values.
 """
 
 from __future__ import annotations
@@ -48,12 +50,24 @@ BoxesOf = Callable[[nn.Parameter, Sequence[int]], Sequence[Box]]
 
 @dataclass(frozen=True, kw_only=True)
 class WholeParameter(RankShard):
-    """A cut parameter that its owner steps whole."""
+    """A parameter of which ranks hold pieces, stepped whole by its owner, or by every rank where it has none."""
 
     group: dist.ProcessGroup
     """The ranks that hold its pieces."""
     boxes: Sequence[Sequence[Box]]
-    """The pieces of each of them."""
+    """The pieces that each of them sends."""
+    own_boxes: Sequence[Box]
+    """Those that this rank holds; none of another pipeline stage's."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no rank has the whole of it between steps."""
+        return sum(map(bool, self.boxes)) > 1
+
+    @property
+    @override
+    def steps_part(self) -> bool:
+        return False
 
     @property
     @override
@@ -61,8 +75,13 @@ class WholeParameter(RankShard):
         return self.parameter.shape
 
     @override
+    def like_parameter(self, own: Tensor) -> Tensor:
+        return own
+
+    @override
     def empty_state(self, dtype: torch.dtype) -> Tensor:
-        shape, device = self.stepped_shape, plain(self.parameter).device
+        held = plain(self.parameter)
+        shape, device = self.stepped_shape, torch.device("cpu") if held.is_meta else held.device
         return (
             torch.empty(shape, dtype=dtype, device=device) if self.new_state is None else self.new_state(shape, dtype)
         )
@@ -70,7 +89,8 @@ class WholeParameter(RankShard):
 
 def whole_parameters(parameters: Iterable[nn.Parameter], mesh: Mesh, boxes_of: BoxesOf) -> list[WholeParameter]:
     """The parameters of which several ranks hold pieces, with owners, the largest first; every rank calls it."""
-    groups = _groups(mesh)
+    axes: tuple[tuple[str, ...], ...] = (("dp_shard",), ("tp",), ("dp_shard", "tp"))
+    groups = {names: _group(mesh, names) for names in axes}
     cut: dict[tuple[str, ...], dict[nn.Parameter, list[Sequence[Box]]]] = {}
     for parameter in parameters:
         if isinstance(parameter, DTensor) and (names := _cutting(parameter)):
@@ -81,6 +101,7 @@ def whole_parameters(parameters: Iterable[nn.Parameter], mesh: Mesh, boxes_of: B
             parameter=parameter,
             group=groups[names],
             boxes=members[parameter],
+            own_boxes=members[parameter][groups[names].rank()],
             size=groups[names].size(),
             rank=groups[names].rank(),
             owner=owner,
@@ -90,16 +111,58 @@ def whole_parameters(parameters: Iterable[nn.Parameter], mesh: Mesh, boxes_of: B
     ]
 
 
-def _groups(mesh: Mesh) -> dict[tuple[str, ...], dist.ProcessGroup]:
-    """Axes that cut parameters -> the ranks along them."""
-    groups: dict[tuple[str, ...], dist.ProcessGroup] = {
-        (axis,): mesh.sliced(axis).get_group() for axis in ("dp_shard", "tp")
-    }
-    if all(group.size() > 1 for group in groups.values()):
-        both = mesh.groups.make_once(mesh.device_mesh.mesh.flatten(2).flatten(0, 1).tolist())
-        assert both is not None, "the axes go through every rank"
-        groups["dp_shard", "tp"] = both
-    return groups
+def parameters_on_all(
+    parameters: Mapping[str, nn.Parameter], mesh: Mesh, own_boxes: Mapping[str, Sequence[Box]], *, cuts_replicas: bool
+) -> list[WholeParameter]:
+    """Parameters without owners, as every rank steps them, if ranks may hold pieces of them; every rank calls it.
+
+    Those that a rank holds whole are sent to it, too, so that all ranks step the same numbers, whatever kernels made of
+    their copies, and an optimizer that decides by them decides alike.
+
+    Args:
+        parameters: FQN -> parameter, the same on all ranks; those of other pipeline stages are on the meta device.
+        own_boxes: FQN -> what this rank holds of it.
+        cuts_replicas: Whether ranks along ``dp_shard`` hold different pieces.
+    """
+    group = _group(mesh, ("pp", "dp_shard", "tp") if cuts_replicas else ("pp", "tp"))
+    if group.size() == 1:
+        return []
+    of_ranks: list[Mapping[str, Sequence[Box]]] = [{}] * group.size()
+    dist.all_gather_object(of_ranks, own_boxes, group=group)
+    return [
+        WholeParameter(
+            parameter=parameter,
+            group=group,
+            boxes=_each_once(of_rank.get(fqn, ()) for of_rank in of_ranks),
+            own_boxes=own_boxes.get(fqn, ()),
+            size=group.size(),
+            rank=group.rank(),
+        )
+        for fqn, parameter in parameters.items()
+    ]
+
+
+def _each_once(held: Iterable[Sequence[Box]]) -> list[list[Box]]:
+    """What each rank sends, where several hold the same: the first of them does."""
+    seen = list[tuple[slice, ...]]()
+    sent = list[list[Box]]()
+    for boxes in held:
+        sent.append([box for box in boxes if box.full not in seen])
+        seen += [box.full for box in sent[-1]]
+    return sent
+
+
+def _group(mesh: Mesh, names: tuple[str, ...]) -> dist.ProcessGroup:
+    """The ranks along these axes, through this one."""
+    long = [name for name in names if mesh.sliced(name).size() > 1]
+    if len(long) <= 1:
+        return mesh.sliced(*long or names[:1]).get_group()
+    all_names, ranks = mesh.device_mesh.mesh_dim_names or (), mesh.device_mesh.mesh
+    dims = [all_names.index(name) for name in long]
+    others = [dim for dim in range(ranks.dim()) if dim not in dims]
+    group = mesh.groups.make_once(ranks.permute(*others, *dims).flatten(len(others)).flatten(0, -2).tolist())
+    assert group is not None, "the axes go through every rank"
+    return group
 
 
 def _cutting(parameter: DTensor) -> tuple[str, ...]:
@@ -140,6 +203,11 @@ class WholeSteps:
     def __init__(self, parameters: Sequence[WholeParameter], device: torch.device) -> None:
         self._parameters, self._device = parameters, device
 
+    def device_of(self, parameter: nn.Parameter) -> torch.device:
+        """Where it is stepped: where this rank holds it, if it does."""
+        held = plain(parameter)
+        return self._device if held.is_meta else held.device
+
     @torch.no_grad()
     def gather(
         self, parameters: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
@@ -150,23 +218,50 @@ class WholeSteps:
             gradients: This rank's part of those that there are.
         """
         pieces = {parameter: part_of(parameter).detach() for parameter in parameters}
+        on_all = [whole for whole in self._parameters if whole.owner is None and whole.parameter in pieces]
+        gradients = self._with_others(on_all, gradients) if on_all else gradients
         return GatheredParameters(pieces=pieces, values=self._gathered(pieces), gradients=self._gathered(gradients))
+
+    def mean_loss(self, loss: object) -> object:
+        """The mean over all ranks of what a closure returned: of the batches of all, bit by bit the same on each.
+
+        Optimizers that decide by it, as a line search does, would decide otherwise on other ranks.
+        """
+        own = loss.item() if isinstance(loss, Tensor) else 0.0  # no loss: of a rank that skips the batch
+        mean = torch.tensor(own / dist.get_world_size(), dtype=torch.float64, device=self._device)
+        dist.all_reduce(mean)
+        return mean.to(loss) if isinstance(loss, Tensor) else loss
 
     @torch.no_grad()
     def give_back(self, wholes: Mapping[nn.Parameter, Tensor], pieces: Mapping[nn.Parameter, Tensor]) -> None:
         """The other way: write whole tensors of their owners into the pieces of all; every rank calls it."""
-        self._exchange(pieces, wholes, back=True)
+        stepped_here = [whole for whole in self._parameters if whole.owner is None and whole.parameter in wholes]
+        for whole in stepped_here:
+            for box in whole.own_boxes:
+                pieces[whole.parameter][box.local].copy_(wholes[whole.parameter][box.full])
+        done = {whole.parameter for whole in stepped_here}
+        self._exchange({p: piece for p, piece in pieces.items() if p not in done}, wholes, back=True)
 
     def own(self, parameter: nn.Parameter, state: Tensor) -> Tensor:
-        """A state like a cut parameter, whole on its owner, of no use on others; every rank calls it."""
-        return (
-            self._gathered({parameter: part_of(state)}).get(parameter, state) if isinstance(state, DTensor) else state
-        )
+        """A state like a parameter, whole on those that step it, of no use on others; every rank calls it."""
+        is_whole = not isinstance(state, DTensor) and not state.is_meta  # also one made by the shape of a cut parameter
+        if is_whole and any(whole.parameter is parameter and whole.is_cut for whole in self._parameters):
+            return state
+        return self._gathered({parameter: part_of(state)}).get(parameter, state)
+
+    def _with_others(
+        self, on_all: Sequence[WholeParameter], gradients: Mapping[nn.Parameter, Tensor]
+    ) -> Mapping[nn.Parameter, Tensor]:
+        """These gradients, and those that only other pipeline stages have a part of, without values."""
+        there = torch.tensor([whole.parameter in gradients for whole in on_all], dtype=torch.uint8).to(self._device)
+        dist.all_reduce(there, dist.ReduceOp.MAX, group=on_all[0].group)
+        found = [whole.parameter for whole, is_there in zip(on_all, there.tolist(), strict=True) if is_there]
+        return {p: torch.empty_like(part_of(p), device="meta") for p in found if p not in gradients} | {**gradients}
 
     def _gathered(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """The whole tensors that this rank owns."""
         wholes = {
-            whole.parameter: piece.new_empty(whole.stepped_shape)
+            whole.parameter: piece.new_empty(whole.stepped_shape, device=self.device_of(whole.parameter))
             for whole in self._parameters
             if (piece := pieces.get(whole.parameter)) is not None and not whole.owned_by_other
         }
@@ -179,7 +274,7 @@ class WholeSteps:
         for bucket in self._buckets(pieces):
             group, dtype, peers = bucket[0].group, pieces[bucket[0].parameter].dtype, range(bucket[0].size)
             held = [
-                [pieces[p.parameter][box.local] for p in bucket if p.owner == peer for box in p.boxes[p.rank]]
+                [pieces[p.parameter][box.local] for p in bucket if p.owner in (peer, None) for box in p.boxes[p.rank]]
                 for peer in peers
             ]
             owned = [

@@ -25,6 +25,7 @@ from lightning_3d.distributed.mesh import Mesh, MeshShape
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.run.context import RunContext
+from lightning_3d.run.decide.remembered import remembering_attribute
 from lightning_3d.run.decide.unsafe_optimizers import (
     refuse_collectives,
     refuse_schedules,
@@ -233,11 +234,12 @@ def check_optimizers(
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
     refuse_schedules(module.trainer, mesh.shape, config)
+    has_parts = mesh.shape.is_model_parallel or (config.stage == 3 and mesh.shape.size("state") > 1)
     for (optimizer, kind), talks in zip(kinds.items(), talking, strict=True):
         if talks:
             refuse_collectives(optimizer, kind, mesh.shape, config)
-        _raise_first(StepError, problems_of_kind(optimizer, kind, mesh.shape, config))
-        if kind != "all" and steps_parts(mesh.shape, config):
+        _raise_first(StepError, _problems_of_kind(optimizer, kind, config))
+        if (has_parts if kind == "all" else steps_parts(mesh.shape, config)):
             _raise_first(StepError, _problems_of_identity(optimizer))
     return kinds
 
@@ -261,30 +263,18 @@ def _problems_of_strangers(optimizers: Sequence[Optimizer], module: LightningMod
 
 def _problems_of_identity(optimizer: Optimizer) -> Iterator[str]:
     """Where an optimizer tells parameters by the objects that they are: a step sees parts in their place."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, value in vars(optimizer).items():
-        if name in ("param_groups", "state") or not isinstance(value, (set, frozenset, list, tuple, dict)):
-            continue
-        items = [*value, *value.values()] if isinstance(value, dict) else value
-        if any(id(item) in held or (type(item) is int and item in held) for item in items):
-            yield (
-                f"{type(optimizer).__name__} tells parameters by what is in its attribute {name!r}, but shards take"
-                " the place of parameters in its steps, and would be taken for others. Let it tell them by a setting"
-                " of their group, or by an attribute of theirs (p.use_muon = True); or use zero.stage=0 without tensor"
-                " parallel."
-            )
+    if (name := remembering_attribute(optimizer)) is not None:
+        yield (
+            f"{type(optimizer).__name__} tells parameters by what is in its attribute {name!r}, but others take the"
+            " place of parameters in its steps. Let it tell them by a setting of their group, or by an attribute of"
+            " theirs (p.use_muon = True); or use zero.stage=0 without tensor parallel and pipelines."
+        )
 
 
-def problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
+def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, config: ZeroConfig) -> Iterator[str]:
     """Layouts in which a rank has not what an optimizer has to see of parameters in one step."""
     name = type(optimizer).__name__
     together = f"{name} steps all parameters together, or runs training_step several times per step, but with"
-    if kind == "all" and (shape.is_model_parallel or (config.stage == 3 and shape.size("state") > 1)):
-        yield (
-            f"{together} pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp} and"
-            f" zero.stage={config.stage} on {shape.size('state')} ranks no rank has them all. Use another optimizer, or"
-            " size 1 for both and zero.stage<=2; or set zero.optimizer_steps='parameters' if it steps each by itself."
-        )
     if config.offload_optimizer != "none" and kind == "all":
         yield (
             f"{together} zero.offload_optimizer={config.offload_optimizer!r} they are stepped one window after the"

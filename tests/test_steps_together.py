@@ -1,0 +1,117 @@
+"""Optimizers that step all parameters together do so where ranks hold parts of them: as in one process, on every rank.
+
+In fp64, as a line search makes much of rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from tests.law.models.spellings import FusedQKV
+from tests.models import TinyGPT, tokens
+from tests.optimizers import ClippingAdam, Prodigy, Sam
+from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.tables import some_in_matrix
+from tests.workers import WorkerError, WorkerPools
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "ClippingAdam": partial(ClippingAdam, lr=1e-2, eps=1e-3),
+    "LBFGS": partial(LBFGS, max_iter=3, line_search_fn="strong_wolfe"),
+    "Prodigy": Prodigy,
+    "Sam": Sam,
+}
+
+LAYOUTS = (
+    Layout(dp=2, zero=3, mode="auto"),
+    Layout(tp=2, mode="auto"),
+    Layout(pp=2, num_microbatches=2, mode="auto"),
+    Layout(dp=2, tp=2, zero=3, mode="auto"),
+    Layout(pp=2, dp=2, zero=1, num_microbatches=2, mode="auto"),
+    Layout(pp=2, tp=2, num_microbatches=2, mode="auto"),
+)
+
+CASES = (
+    *((name, layout) for name in ("ClippingAdam", "LBFGS", "Prodigy") for layout in LAYOUTS),
+    ("LBFGS", Layout(dp=2, zero=1)),  # whose ranks have losses of their own
+)
+
+
+def _is_in_matrix(name: str, layout: Layout) -> bool:
+    return layout.world_size > 2 and (name, layout.pp) not in (("LBFGS", 1), ("Prodigy", 2))
+
+
+class FusedGPT(TinyGPT):
+    """Has fused projections, a tied head, a vocabulary that does not divide, and a parameter that nothing reads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(vocabulary=63, num_layers=1)
+        self.blocks = nn.ModuleList([FusedQKV(), FusedQKV()])
+        self.name = name
+        self.unread = nn.Parameter(self.norm.weight.detach().clone())
+
+    def configure_optimizers(self) -> Optimizer:
+        return OPTIMIZERS[self.name](self.parameters())
+
+
+def _trained(
+    name: str, layout: Layout | None, *, epochs: int = 1, begun: Path | None = None, saved: Path | None = None
+) -> tuple[dict[str, Tensor], str]:
+    """The weights after epochs, from a checkpoint if one is given, and the plan."""
+    trainer, _ = fitted(
+        layout,
+        partial(FusedGPT, name),
+        data=partial(tokens, vocabulary=63),
+        batches=2,
+        epochs=epochs,
+        precision="64-true",
+        ckpt_path=begun,
+    )
+    if saved is not None:
+        trainer.save_checkpoint(saved)
+    return whole_state(trainer), "" if layout is None else str(trainer.strategy.plan.optimizers[0])
+
+
+@cache
+def _in_one_process(name: str) -> dict[str, Tensor]:
+    return _trained(name, None)[0]
+
+
+@pytest.mark.parametrize(("name", "layout"), some_in_matrix(CASES, _is_in_matrix), ids=str)
+def test_steps_as_one_process(workers: WorkerPools, name: str, layout: Layout) -> None:
+    expected = _in_one_process(name)
+    L.seed_everything(1, verbose=False)
+    initial = FusedGPT(name).state_dict()
+    moved = max(float((expected[fqn] - value).abs().max()) for fqn, value in initial.items())
+    for weights, plan in workers(layout.world_size).run(_trained, name, layout):
+        assert_same_state([weights], expected, tolerance=1e-12 * max(1.0, moved))
+        assert plan.startswith(f"{name} steps all parameters together")
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Prodigy"])
+def test_checkpoints_go_on_in_other_layouts(workers: WorkerPools, name: str, tmp_path: Path) -> None:
+    staged, sharded = Layout(pp=2, tp=2, num_microbatches=2, mode="auto"), Layout(dp=2, zero=3)
+    paths = {of: tmp_path / f"{of}.ckpt" for of in ("one", "staged", "sharded")}
+    _trained(name, None, saved=paths["one"])
+    workers(4).run(partial(_trained, saved=paths["staged"]), name, staged)
+    workers(2).run(partial(_trained, saved=paths["sharded"]), name, sharded)
+    expected, _ = _trained(name, None, epochs=2, begun=paths["one"])
+    found = [
+        *workers(4).run(partial(_trained, epochs=2, begun=paths["one"]), name, staged),
+        *workers(2).run(partial(_trained, epochs=2, begun=paths["staged"]), name, sharded),
+        _trained(name, None, epochs=2, begun=paths["sharded"]),
+    ]
+    assert_same_state([weights for weights, _ in found], expected, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2)], ids=str)
+def test_those_that_remember_parameters_are_refused_on_parts(workers: WorkerPools, layout: Layout) -> None:
+    with pytest.raises(WorkerError, match=r"StepError: Sam tells parameters by what is in its attribute 'listed'"):
+        workers(2).run(_trained, "Sam", layout)
