@@ -233,7 +233,7 @@ class Prodigy(ByHand):
         for p in [parameter for parameter in group["params"] if parameter.grad is not None]:
             group["distance"] += group["rate"] * float((p.grad * (self.kept(p, "initial", p) - p)).sum())
             sums.append(float(self.kept(p, "sum").add_(p.grad, alpha=group["rate"]).abs().sum()))
-        group["rate"] = max(group["rate"], 0.1 * math.sqrt(abs(group["distance"]) / (1e-8 + sum(sums))))
+        group["rate"] = 0.01 + 0.1 * math.sqrt(abs(group["distance"]) / (1e-8 + sum(sums)))
 
     def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         parameter.sub_(gradient, alpha=group["lr"] * group["rate"])

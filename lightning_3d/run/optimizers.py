@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -61,11 +62,11 @@ class TrainedOptimizers:
             zero.assign_shards(kinds)
             whole = _whole_parameters(zero, kinds, context)
             zero.whole = {shard.parameter: shard for shard in whole}
-            planned = (
-                OptimizerPlan(name=type(optimizer).__name__, kind=kind, found=_how_found(optimizer, config.zero))
-                for optimizer, kind in kinds.items()
-            )
+            planned = [_planned(optimizer, kind, whole, config.zero) for optimizer, kind in kinds.items()]
             parallel.plan = replace(parallel.plan, optimizers=tuple(planned))
+            for plan in planned:
+                if plan.received_bytes:
+                    rank_zero_info(f"{plan}.")
             undone.callback(zero.release)
             precision.assign_shards(kinds, module, config.precision)
             masters = precision.master_weights()
@@ -155,6 +156,18 @@ def _whole_parameters(
         *whole_parameters(cut, context.mesh, boxes_of),
         *parameters_on_all(together, context.mesh, own_boxes, cuts_replicas=is_cut),
     ]
+
+
+def _planned(
+    optimizer: Optimizer, kind: OptimizerKind, whole: Sequence[WholeParameter], config: ZeroConfig
+) -> OptimizerPlan:
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return OptimizerPlan(
+        name=type(optimizer).__name__,
+        kind=kind,
+        found=_how_found(optimizer, config),
+        received_bytes=round(sum(each.received_bytes for each in whole if each.parameter in held)),
+    )
 
 
 def _how_found(optimizer: Optimizer, config: ZeroConfig) -> KindFound:

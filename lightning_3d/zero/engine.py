@@ -71,7 +71,7 @@ class Zero(ABC):
         self.shards: dict[nn.Parameter, RankShard] = {}
         """Parameters that this rank holds -> its part of the reduced gradient, which its optimizers step."""
         self.whole: dict[nn.Parameter, RankShard] = {}
-        """Parameters of which their owner steps the whole, while this rank holds a part."""
+        """Parameters that are stepped whole, by their owner or by all, while this rank holds a part, or nothing."""
         self.num_sharing = 1
         """Data-parallel ranks that share what is stepped."""
         self.owners: dict[nn.Parameter, int] = {}

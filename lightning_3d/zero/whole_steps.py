@@ -65,6 +65,12 @@ class WholeParameter(RankShard):
         return sum(map(bool, self.boxes)) > 1
 
     @property
+    def received_bytes(self) -> float:
+        """What a step sends to each of these ranks, in the mean: values and gradients, and new values of an owner."""
+        apart = self.parameter.numel() * self.parameter.itemsize * (self.size - 1) / self.size
+        return 2 * apart if self.owner is None else 3 * apart / self.size
+
+    @property
     @override
     def steps_part(self) -> bool:
         return False
