@@ -59,7 +59,7 @@ PROGRAMS = {"Mapped": lambda: Program(Mapped(), 8), "Written": lambda: Program(W
 
 def _planned(inner: str, layout: Layout) -> Plan:
     config, batch = layout.strategy().config, (torch.randn(4, 8), torch.randn(4, 4))
-    ahead = DryRun.without_trainer(PROGRAMS[inner](), batch, config, ThreeDPrecision("32-true"), num_states=2)
+    ahead = DryRun.without_trainer(PROGRAMS[inner](), batch, config, ThreeDPrecision("32-true"), optimizer=2)
     return ahead.plan(config, resolve_mesh_shape(config, 2), memory=None).plan
 
 

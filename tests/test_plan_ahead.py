@@ -19,7 +19,7 @@ from lightning_3d.cli import main
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import resolve_mesh_shape
 from lightning_3d.errors import ConfigError, PlanError
-from lightning_3d.memory.rank_memory import GIB
+from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.timing import makespan
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[Layout, str]] = {
 def _planned(
     module: L.LightningModule, batch: Any, config: ThreeDConfig, world_size: int, precision: Any = "32-true"
 ) -> DryRunPlan:
-    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(precision), num_states=2)
+    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(precision), optimizer=2)
     return ahead.plan(config, resolve_mesh_shape(config, world_size), memory=None)
 
 
@@ -74,7 +74,7 @@ def test_a_partition_counts_the_memory_that_the_plan_reports(tp: int, zero_stage
     settings = {"pipeline_parallel_size": 2, "tensor_parallel_size": tp, "zero": {"stage": zero_stage}}
     config = ThreeDConfig.from_mapping({**settings, "pipeline": {"num_microbatches": 4, "schedule": schedule}})
     batch = torch.zeros(16, 32, dtype=torch.long), torch.zeros(16, 32, dtype=torch.long)
-    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(), num_states=2)
+    ahead = DryRun.without_trainer(module, batch, config, ThreeDPrecision(), optimizer=2)
 
     def planned(num_bytes: int | None) -> tuple[list[int], int]:
         memory = None if num_bytes is None else num_bytes / GIB
@@ -140,6 +140,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         with pytest.raises(SystemExit):
             main(["plan", model, "tests.test_plan_ahead.a_batch", "--world_size", "16"])
         assert f"{model} {reason}" in capsys.readouterr().err
+
+
+def test_an_optimizer_is_planned(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = [
+        "plan",
+        "tests.models.TinyGPT",
+        "tests.test_plan_ahead.a_batch",
+        "--world_size=4",
+        "--set=zero.stage=3",
+    ]
+    states = {}
+    for name in ("AdamW", "muon", "tests.optimizers.ClippingAdam"):
+        main([*arguments, f"--optimizer={name}", "--json"])
+        states[name] = json.loads(capsys.readouterr().out)["memory"][0]["optimizer_states"]
+    assert states["AdamW"] == states["tests.optimizers.ClippingAdam"] == 2 * states["muon"] > 0
+    main([*arguments, "--optimizer=muon"])
+    received = size_text(round(3 * 4 * sum(p.numel() for p in TinyGPT().parameters()) * 3 / 16))
+    whole = f"Muon steps whole parameters (tried on small tensors), for which a rank receives {received} per step"
+    assert whole in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        main([*arguments, "--optimizer=torch.nn.ParameterList"])
+    assert "name a torch.optim.Optimizer" in capsys.readouterr().err
 
 
 CLI_CONFIG = """

@@ -63,8 +63,8 @@ class FusedGPT(TinyGPT):
 
 def _trained(
     name: str, layout: Layout | None, *, epochs: int = 1, begun: Path | None = None, saved: Path | None = None
-) -> tuple[dict[str, Tensor], str]:
-    """The weights after epochs, from a checkpoint if one is given, and the plan."""
+) -> tuple[dict[str, Tensor], str, int]:
+    """The weights after epochs, from a checkpoint if one is given; how it stepped, for which a rank received bytes."""
     trainer, _ = fitted(
         layout,
         partial(FusedGPT, name),
@@ -76,7 +76,8 @@ def _trained(
     )
     if saved is not None:
         trainer.save_checkpoint(saved)
-    return whole_state(trainer), "" if layout is None else str(trainer.strategy.plan.optimizers[0])
+    plan = None if layout is None else trainer.strategy.plan.optimizers[0]
+    return whole_state(trainer), str(plan), 0 if plan is None else plan.received_bytes
 
 
 @cache
@@ -90,9 +91,12 @@ def test_steps_as_one_process(workers: WorkerPools, name: str, layout: Layout) -
     L.seed_everything(1, verbose=False)
     initial = FusedGPT(name).state_dict()
     moved = max(float((expected[fqn] - value).abs().max()) for fqn, value in initial.items())
-    for weights, plan in workers(layout.world_size).run(_trained, name, layout):
+    num_ranks = layout.pp * layout.tp * (layout.dp if layout.zero == 3 else 1)  # each has a part
+    num_bytes = sum(8 * parameter.numel() for parameter in FusedGPT(name).parameters())
+    for weights, plan, received in workers(layout.world_size).run(_trained, name, layout):
         assert_same_state([weights], expected, tolerance=1e-12 * max(1.0, moved))
         assert plan.startswith(f"{name} steps all parameters together")
+        assert received == round(2 * num_bytes * (num_ranks - 1) / num_ranks)
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Prodigy"])
@@ -102,13 +106,13 @@ def test_checkpoints_go_on_in_other_layouts(workers: WorkerPools, name: str, tmp
     _trained(name, None, saved=paths["one"])
     workers(4).run(partial(_trained, saved=paths["staged"]), name, staged)
     workers(2).run(partial(_trained, saved=paths["sharded"]), name, sharded)
-    expected, _ = _trained(name, None, epochs=2, begun=paths["one"])
+    expected, *_ = _trained(name, None, epochs=2, begun=paths["one"])
     found = [
         *workers(4).run(partial(_trained, epochs=2, begun=paths["one"]), name, staged),
         *workers(2).run(partial(_trained, epochs=2, begun=paths["staged"]), name, sharded),
         _trained(name, None, epochs=2, begun=paths["sharded"]),
     ]
-    assert_same_state([weights for weights, _ in found], expected, tolerance=1e-10)
+    assert_same_state([weights for weights, *_ in found], expected, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2)], ids=str)

@@ -143,7 +143,7 @@ def _empty_state(parameter: nn.Parameter, info: TensorInfo, shard: RankShard) ->
             f"an optimizer state of shape {info.shape} belongs to a sharded parameter of shape "
             f"{tuple(parameter.shape)}: only states of the parameter's shape and scalars can be sharded"
         )
-    return torch.empty(info.shape, dtype=info.dtype, device=None if parameter.is_meta else parameter.device)
+    return torch.empty(info.shape, dtype=info.dtype, device=parameter.device)
 
 
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

@@ -12,9 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from rich.console import Group
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_3d.cli.from_config import Training, read_cli_config, without_weights
@@ -63,6 +66,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--memory", type=float, help="GiB of a device, as activations.budget; what does not fit is refused"
     )
     parser.add_argument("--states", type=int, default=2, help="numbers that the optimizer keeps for each parameter")
+    parser.add_argument(
+        "--optimizer",
+        type=str,
+        help="a class of torch.optim, such as muon, or an import path; its states are counted, and what its step sends",
+    )
     parser.add_argument("--report", type=Path, help="a page that it is written to, with pictures (HTML)")
     parser.add_argument("--pictures", type=Path, help="a folder that the pictures of that page are written to (PNG)")
     parser.add_argument("--ranks_per_node", type=int, default=8, help="for layouts that are searched, and their time")
@@ -81,6 +89,7 @@ def run(chosen: Namespace) -> None:
         raise ConfigError(f"{given.world_size} ranks, {chosen.states} states of a parameter: use 1 or more, 0 or more")
     with long_wait("Fetching the first batch"):
         batch = _first_batch(given.data)
+    optimizer = chosen.states if chosen.optimizer is None else _optimizer(chosen.optimizer)
     machine = given_machine(
         tflops=chosen.tflops, inside=chosen.inside, between=chosen.between, ranks_per_node=chosen.ranks_per_node
     )
@@ -96,9 +105,7 @@ def run(chosen: Namespace) -> None:
 
     is_drawn = chosen.report is not None or chosen.pictures is not None
     with long_wait("Planning"):
-        ahead = DryRun.without_trainer(
-            given.module, batch, given.config, ThreeDPrecision(given.precision), chosen.states
-        )
+        ahead = DryRun.without_trainer(given.module, batch, given.config, ThreeDPrecision(given.precision), optimizer)
         choice, planned = planned_on(given.world_size)
         scaling = _scaling(planned, planned_on, num_samples(batch)) if is_drawn else {}
     if is_drawn:
@@ -167,6 +174,20 @@ def _given(chosen: Namespace) -> Training:
         precision=chosen.precision or given.precision,
         world_size=world_size,
     )
+
+
+def _optimizer(name: str) -> Optimizer:
+    """An optimizer of a small matrix and a vector; of the matrix alone if it takes no vectors."""
+    known = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
+    make = known.get(name.lower()) or _imported(name)
+    parameters = [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))]
+    try:
+        made = make(parameters)
+    except ValueError:
+        made = make(parameters[:1])
+    if not isinstance(made, Optimizer):
+        raise ConfigError(f"--optimizer={name} gives a {type(made).__name__}: name a torch.optim.Optimizer")
+    return made
 
 
 def _made(path: str) -> Any:

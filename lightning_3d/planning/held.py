@@ -19,6 +19,7 @@ from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.buckets import bucket_bytes_of
 from lightning_3d.zero.master_weights import is_half
+from lightning_3d.zero.optimizer_kind import OptimizerKind
 
 _WIDE = 4  # bytes of a number of fp32
 
@@ -130,6 +131,18 @@ class StateMemory:
     def num_trained(self) -> list[int]:
         """How many parameters each rank of the pp axis trains."""
         return [len(self._trained({rank})) for rank in range(self._shape.pp)]
+
+    def received_for_steps(self, kind: OptimizerKind, pp_rank: int) -> int:
+        """Bytes that a rank receives for a step of an optimizer that needs more than its parts, in the mean."""
+        replicas = num_sharing_of(self._config.zero, self._shape, of_weights=True)
+        ranks = replicas * self._shape.model_size
+        received = 0.0
+        if kind == "all":
+            received = sum(2 * p.nbytes * (ranks - 1) / ranks for p, _, _ in self._state if p.requires_grad)
+        elif kind == "parameters":
+            cuts = [(p.nbytes, replicas * round(p.numel() / num)) for p, num in self._trained({pp_rank}) if num]
+            received = sum(3 * size * (num_cuts - 1) / num_cuts**2 for size, num_cuts in cuts)
+        return round(received)
 
     def _buffers(self, places: Set[int], whole: int) -> int:
         """Buffers of collectives over the ranks that have the same weights."""

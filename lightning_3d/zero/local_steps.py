@@ -103,7 +103,7 @@ class LocalSteps:
                 if self._offload is not None:
                     self._bring_home(optimizer)
                     stack.enter_context(loading_states(optimizer, self._state_place, self._bring_home))
-                elif self._masters is not None or any(parameter.is_meta for parameter in self._zero.whole):
+                elif self._masters is not None:
                     stack.enter_context(loading_states(optimizer, self._state_place))
             yield
 
@@ -123,7 +123,7 @@ class LocalSteps:
                 offload.to_host(optimizer, parameter)
 
     def _state_place(self, parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
-        device = self._whole.device_of(parameter) if self._offload is None else torch.device("cpu")
+        device = plain(parameter).device if self._offload is None else torch.device("cpu")
         return device, torch.float32 if self._is_widened(parameter) else parameter.dtype
 
     def _is_widened(self, parameter: nn.Parameter) -> bool:
@@ -328,7 +328,7 @@ class LocalSteps:
         return [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.stepped]
 
     def _trained(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of which this rank holds something."""
+        """The trained ones of these parameters of which this rank holds something."""
         with DisableTorchFunctionSubclass():
             return [p for p in parameters if p.requires_grad and p in self._zero.shards]
 

@@ -57,7 +57,7 @@ class WholeParameter(RankShard):
     boxes: Sequence[Sequence[Box]]
     """The pieces that each of them sends."""
     own_boxes: Sequence[Box]
-    """Those that this rank holds; none of another pipeline stage's."""
+    """Pieces that this rank holds; none of a parameter of another pipeline stage."""
 
     @property
     def is_cut(self) -> bool:
@@ -66,7 +66,7 @@ class WholeParameter(RankShard):
 
     @property
     def received_bytes(self) -> float:
-        """What a step sends to each of these ranks, in the mean: values and gradients, and new values of an owner."""
+        """Bytes that a rank receives for a step, in the mean: values and gradients, and new values from an owner."""
         apart = self.parameter.numel() * self.parameter.itemsize * (self.size - 1) / self.size
         return 2 * apart if self.owner is None else 3 * apart / self.size
 
@@ -86,8 +86,7 @@ class WholeParameter(RankShard):
 
     @override
     def empty_state(self, dtype: torch.dtype) -> Tensor:
-        held = plain(self.parameter)
-        shape, device = self.stepped_shape, torch.device("cpu") if held.is_meta else held.device
+        shape, device = self.stepped_shape, plain(self.parameter).device
         return (
             torch.empty(shape, dtype=dtype, device=device) if self.new_state is None else self.new_state(shape, dtype)
         )
@@ -149,7 +148,7 @@ def parameters_on_all(
 
 
 def _each_once(held: Iterable[Sequence[Box]]) -> list[list[Box]]:
-    """What each rank sends, where several hold the same: the first of them does."""
+    """The pieces that each rank sends, where several hold the same: the first of them does."""
     seen = list[tuple[slice, ...]]()
     sent = list[list[Box]]()
     for boxes in held:
@@ -209,11 +208,6 @@ class WholeSteps:
     def __init__(self, parameters: Sequence[WholeParameter], device: torch.device) -> None:
         self._parameters, self._device = parameters, device
 
-    def device_of(self, parameter: nn.Parameter) -> torch.device:
-        """Where it is stepped: where this rank holds it, if it does."""
-        held = plain(parameter)
-        return self._device if held.is_meta else held.device
-
     @torch.no_grad()
     def gather(
         self, parameters: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]
@@ -267,7 +261,7 @@ class WholeSteps:
     def _gathered(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """The whole tensors that this rank owns."""
         wholes = {
-            whole.parameter: piece.new_empty(whole.stepped_shape, device=self.device_of(whole.parameter))
+            whole.parameter: piece.new_empty(whole.stepped_shape, device=plain(whole.parameter).device)
             for whole in self._parameters
             if (piece := pieces.get(whole.parameter)) is not None and not whole.owned_by_other
         }

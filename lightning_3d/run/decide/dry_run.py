@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from rich.console import Group, RenderableType
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.context.dims import SequenceDims
@@ -26,6 +27,7 @@ from lightning_3d.planning.held import StateMemory, StateShapes, least_held
 from lightning_3d.planning.inline_mode import follows_from_stages, inline_text, reason_for_inline, unfollowed_text
 from lightning_3d.planning.layouts import Choice, Layout, Prediction, candidates, search
 from lightning_3d.planning.observer import ExampleStep, Observation
+from lightning_3d.planning.optimizer_plan import OptimizerPlan
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.slices import first_with_sequence
 from lightning_3d.planning.step_memory import StepMemory
@@ -36,6 +38,7 @@ from lightning_3d.run.decide.example_step import modes_of
 from lightning_3d.run.decide.step_planner import StepOf, StepPlanner
 from lightning_3d.torch_internals.lightning_helpers import takes_batch_index
 from lightning_3d.torch_internals.modules import buffers_of
+from lightning_3d.zero.optimizer_kind import num_states, optimizer_kind
 
 _UNLIMITED = 2**20  # GiB
 
@@ -99,6 +102,7 @@ class DryRun:
     Args:
         device: Where it would run.
         checks: Raises for a layout that can't run, whatever is planned.
+        optimizer: That it is to be trained with, made of any parameters.
     """
 
     def __init__(
@@ -109,20 +113,33 @@ class DryRun:
         precision: ThreeDPrecision,
         *,
         checks: Callable[[ThreeDConfig, MeshShape], None] = lambda config, shape: None,
+        optimizer: Optimizer | None = None,
     ) -> None:
+        self._optimizer = None if optimizer is None else (type(optimizer).__name__, optimizer_kind(optimizer))
         self.module, self._device, self._checks = module, device, checks
         self._planner = StepPlanner(module, step_of, device, precision)
         self._observed: dict[tuple[int, int], Observation] = {}
 
     @classmethod
     def without_trainer(
-        cls, module: LightningModule, batch: object, config: ThreeDConfig, precision: ThreeDPrecision, num_states: int
+        cls,
+        module: LightningModule,
+        batch: object,
+        config: ThreeDConfig,
+        precision: ThreeDPrecision,
+        optimizer: Optimizer | int,
     ) -> DryRun:
-        """For a model whose weights may be on the meta device, as the CPU computes it, on the batch of a replica."""
+        """For a model whose weights may be on the meta device, as the CPU computes it, on the batch of a replica.
+
+        Args:
+            optimizer: Made of any parameters; or the number of states of each parameter alone.
+        """
+        known, num = (optimizer, num_states(optimizer)) if isinstance(optimizer, Optimizer) else (None, optimizer)
         device = torch.device("cpu")
         precision.convert(module, config.precision, device)
         _fill_buffers(module)
-        return cls(module, partial(_step, module, batch, precision, num_states), device, precision)
+        step_of = partial(_step, module, batch, precision, num)
+        return cls(module, step_of, device, precision, optimizer=known)
 
     def plan(
         self, config: ThreeDConfig, shape: MeshShape, memory: float | None, machine: Machine | None = None
@@ -149,6 +166,11 @@ class DryRun:
         with self._told_of_inline(config, shape, PlanError):
             plan = self._planner.decide(observed, config, shape)
         state = StateMemory.of_plan(StateShapes(self.module), plan, config, observed.step.num_states)
+        if self._optimizer is not None:
+            name, kind = self._optimizer
+            received = max(state.received_for_steps(kind, pp_rank) for pp_rank in range(shape.pp))
+            steps = OptimizerPlan(name=name, kind=kind, found="tried on small tensors", received_bytes=received)
+            plan = replace(plan, optimizers=(steps,))
         seconds, step = None, None
         if config.activations.plans_memory:
             step, batch = StepMemory(observed, plan.tensors, config, shape, device), observed.step.microbatch

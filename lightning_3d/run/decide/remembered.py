@@ -1,4 +1,4 @@
-"""What an optimizer remembers of its parameters elsewhere than in its groups: steps see others in their place."""
+"""References of an optimizer to its parameters outside of its groups, where a step has others in their place."""
 
 from __future__ import annotations
 
