@@ -37,6 +37,7 @@ from torch.optim import (
 )
 
 from lightning_3d.errors import StepError
+from lightning_3d.run.decide.remembered import remembering_attribute
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
 from tests.models import TinyMLP, features, training_loader
 from tests.optimizers import (
@@ -127,10 +128,6 @@ class Trained(TinyMLP):
         return self.make(self.parameters())
 
 
-def _fit(name: str, layout: Layout) -> None:
-    fitted(layout, partial(Trained, name), data=features, batches=1, epochs=1)
-
-
 def _refusal(fit: Callable[[Layout], object], layout: Layout) -> str:
     with pytest.raises(StepError) as raised:
         fit(layout)
@@ -156,6 +153,18 @@ def test_those_that_tell_parameters_by_their_identity_are_refused_on_parts(
     with pytest.raises(WorkerError, match=r"Noted tells parameters by what is in its attribute 'named'"):
         workers(2).run(_fit_telling, layout)
     workers(2).run(_fit_telling, Layout(dp=2, zero=0))
+
+
+def test_references_are_found_inside_of_others() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    wrapper, inner = Prodigy(parameters), SGD(parameters)
+    wrapper.inner = {"inner": inner}
+    assert remembering_attribute(wrapper) == "inner"
+    inner.param_groups = wrapper.param_groups
+    assert remembering_attribute(wrapper) is None
+    wrapper.ids = [id(parameters[0])]
+    assert remembering_attribute(wrapper) == "ids"
+    assert remembering_attribute(LBFGS(parameters)) is None
 
 
 class Evaluated(Trained):
