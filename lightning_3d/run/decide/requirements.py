@@ -239,7 +239,7 @@ def check_optimizers(
         if talks:
             refuse_collectives(optimizer, kind, mesh.shape, config)
         _raise_first(StepError, _problems_of_kind(optimizer, kind, config))
-        if (has_parts if kind == "all" else steps_parts(mesh.shape, config)):
+        if has_parts if kind == "all" else steps_parts(mesh.shape, config):
             _raise_first(StepError, _problems_of_identity(optimizer))
     return kinds
 
