@@ -16,10 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_3d.torch_internals.patches import replaced
 
 
-def has_hooks(optimizer: object) -> bool:
-    """Whether it is torch's and was initialised as one: with hooks of its steps and of loading its state."""
-    names = ("_optimizer_step_post_hooks", "_optimizer_load_state_dict_pre_hooks")
-    return isinstance(optimizer, Optimizer) and all(hasattr(optimizer, name) for name in names)
+def has_step_hooks(optimizer: object) -> bool:
+    """Whether it is torch's and was initialised as one."""
+    return isinstance(optimizer, Optimizer) and hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 def make_hookable(optimizer: Optimizer) -> None:

@@ -35,7 +35,7 @@ from lightning_3d.run.decide.unsafe_optimizers import (
 )
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches_itself, has_own_io, layer_sync_of
 from lightning_3d.torch_internals.modules import BatchNorm
-from lightning_3d.torch_internals.optimizers import has_hooks
+from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
 from lightning_3d.zero.optimizer_kind import OptimizerKind, communicates, optimizer_kind
 
@@ -248,10 +248,10 @@ def _problems_of_strangers(optimizers: Sequence[Optimizer], module: LightningMod
     held = set(module.parameters())
     for optimizer in optimizers:
         name = type(optimizer).__name__
-        if not has_hooks(optimizer):
+        if not has_step_hooks(optimizer):
             yield (
                 f"{name} is no torch.optim.Optimizer, or does not call super().__init__(): strategy='3d' needs the"
-                " hooks of its step and of loading its state. Derive it from torch.optim.Optimizer."
+                " hooks of its step. Derive it from torch.optim.Optimizer."
             )
         if stale := [p for group in optimizer.param_groups for p in group["params"] if p not in held]:
             yield (
