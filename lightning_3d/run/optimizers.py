@@ -92,7 +92,8 @@ class TrainedOptimizers:
                 for optimizer in self._steps.running:
                     refuse_collectives(optimizer, kinds[optimizer], mesh.shape, config.zero)
 
-            undone.enter_context(before_collectives(before_collective))
+            if not all(map(is_known, optimizers)):
+                undone.enter_context(before_collectives(before_collective))
             if mesh.shape.pp > 1 or mesh.shape.size("state") > 1:
                 undone.callback(register_optimizer_step_pre_hook(self._refuse_in_backward).remove)
             if parallel.budget is not None and not parallel.plan.memory:
