@@ -1,4 +1,6 @@
-"""The page "On a cluster": its program, under its SLURM script and its torchrun command, as they stand there."""
+"""The page "On a cluster": its program, under its SLURM script and its torchrun command, as they stand there; and the
+doctor of its nodes.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,14 @@ import os
 import re
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_3d.cli import nodes
 from tests.scripts import ROOT, Ended, start
 from tests.workers import free_port
 
@@ -92,3 +97,43 @@ class Dies(Callback):
     assert f"exitcode: -{signal.SIGKILL.value}" in ended.output
     assert 'ckpt_path="last" is implied' in ended.output
     assert torch.load(tmp_path / "checkpoints/last.ckpt")["global_step"] == STEPS
+
+
+def _node(folder: str, disk: Path, port: int) -> Ended:
+    disk.mkdir()
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=doctor"]
+    rendezvous.append(f"--rdzv-conf=is_host={int(disk.name == 'disk0')}")
+    doctor = ["--no-python", str(Path(sys.executable).with_name("lightning-3d")), "doctor", "--nodes", folder]
+    launch = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *rendezvous, *doctor]
+    return start(launch, timeout=110, directory=disk)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_doctor_looks_at_all_nodes(tmp_path: Path, is_shared: bool) -> None:
+    folder = f"--folder={tmp_path / 'all' if is_shared else 'own'}"
+    disks, port = [tmp_path / "disk0", tmp_path / "disk1"], free_port()
+    with ThreadPoolExecutor(2) as threads:
+        outputs = [ended.output for ended in threads.map(lambda disk: _node(folder, disk, port), disks)]
+    found = " ".join("".join(outputs).split())
+    assert len(re.findall(rf"│ {re.escape(torch.__version__)} │ [+-]0.\d\d s", found)) == 2
+    assert "between nodes │ all-reduce" in found
+    assert ("does not see what" in found) is not is_shared
+    assert not list(tmp_path.rglob(".doctor-*"))
+
+
+def test_the_doctor_names_nodes_that_differ() -> None:
+    one = nodes.Node(name="a", versions={"torch": "2.13.0"}, clock=100.0, num_files=65536, room=2**40, sees_folder=True)
+    other = {
+        "b": {"versions": {"torch": "2.14.0"}},
+        "c": {"clock": 103.0},
+        "d": {"num_files": 1024},
+        "e": {"room": 2**30},
+    }
+    assert not list(nodes.problems_of([one, replace(one, name="b")], Path("ck")))
+    (versions, clock, files, room) = nodes.problems_of(
+        [one, *(replace(one, name=name, **values) for name, values in other.items())], Path("ck")
+    )
+    assert versions.startswith("torch is not the same on all nodes (2.13.0 on a, 2.14.0 on b, 2.13.0 on c")
+    assert clock.startswith("the clock of c is +3.0 s from the others'")
+    assert files.startswith("a process of d may open 1024 files")
+    assert room == "e has 1.00 GiB left in ck: a checkpoint may not fit"

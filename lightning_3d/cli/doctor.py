@@ -8,6 +8,7 @@ import platform
 import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from rich.console import Group
 from rich.table import Table
 from torch.utils.cpp_extension import CUDA_HOME
 
+from lightning_3d.cli import nodes
 from lightning_3d.cli.output import show
 from lightning_3d.distributed.device_memory import total_memory
 from lightning_3d.memory.rank_memory import size_text
@@ -34,10 +36,17 @@ Report = dict[str, dict[str, str]]
 def add_arguments(parser: ArgumentParser) -> None:
     """Give the parser its arguments."""
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--nodes", action="store_true", help="report on all nodes of a job, on which its launcher starts this"
+    )
+    parser.add_argument("--folder", type=Path, default=Path(), help="of checkpoints, for --nodes; is made if missing")
 
 
 def run(chosen: Namespace) -> None:
     """Print the report; exits with 1 where a combination is known not to work."""
+    if chosen.nodes:
+        nodes.run(chosen.folder, dict(_versions()))
+        return
     report = {
         "versions": dict(_versions()),
         "devices": dict(_devices()),
