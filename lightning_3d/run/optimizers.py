@@ -84,6 +84,7 @@ class TrainedOptimizers:
                 masters=masters,
                 whole=WholeSteps(whole, device),
                 together={optimizer for optimizer, kind in kinds.items() if kind == "all"},
+                has_gradients=not module.automatic_optimization,
                 alike=TPReplicaSync(mesh.group("tp")) if mesh.shape.tp > 1 else None,
             )
             undone.enter_context(self._steps.hooked(optimizers))

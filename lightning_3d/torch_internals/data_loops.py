@@ -150,8 +150,8 @@ def iterates_anew(trainer: Trainer) -> bool:
 
 def num_read(trainer: Trainer) -> int:
     """Batches of the epoch that were read before; those that are counted of an epoch that was complete are none."""
-    loop = trainer.fit_loop
-    return loop.epoch_loop.batch_progress.current.ready if loop.restarted_mid_epoch else 0
+    loop, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    return batches.current.ready if loop.restarted_mid_epoch and not batches.is_last_batch else 0
 
 
 def recount_batches(trainer: Trainer, batches_per_step: int) -> None:

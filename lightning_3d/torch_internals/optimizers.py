@@ -22,8 +22,13 @@ def has_step_hooks(optimizer: object) -> bool:
 
 
 def make_hookable(optimizer: Optimizer) -> None:
-    """Give an optimizer all hooks of torch's, also where its class does not call ``Optimizer.__init__``."""
+    """Give an optimizer all hooks of torch's, also where its class does not call ``Optimizer.__init__``, or has plain
+    dicts for them.
+    """
     Optimizer.__setstate__(optimizer, {})
+    vars(optimizer).update(
+        (n, OrderedDict(v)) for n, v in vars(optimizer).items() if n.endswith("_hooks") and type(v) is dict
+    )
 
 
 def first_step_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:

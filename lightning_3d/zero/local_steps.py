@@ -48,6 +48,8 @@ class LocalSteps:
         masters: Steps 16-bit parameters in fp32, if that is wanted.
         whole: Brings whole parameters to those that step them.
         together: Optimizers that step all parameters together.
+        has_gradients: Whether there are gradients before a closure is called, as in manual optimization, so that a step
+            may begin with them (SAM).
         alike: Keeps what tensor parallel does not shard the same on its ranks; not in host memory.
     """
 
@@ -60,9 +62,11 @@ class LocalSteps:
         masters: MasterWeights | None,
         whole: WholeSteps,
         together: Collection[Optimizer],
+        has_gradients: bool,
         alike: TPReplicaSync | None,
     ) -> None:
-        self._check, self._alike, self._together = check, alike, together
+        self._check, self._alike = check, alike
+        self._together, self._has_gradients = together, has_gradients
         self._zero, self._offload, self._masters = zero, offload, masters
         self._whole, self._gathered = whole, dict[Optimizer, GatheredParameters]()
         self._parts = StandIns()
@@ -158,8 +162,15 @@ class LocalSteps:
             self._enter(optimizer)
             return args, kwargs
 
+        if optimizer in self._together and self._has_gradients:
+            self._enter(optimizer)
+
         def run() -> object:
+            zeroed = self._swapped[optimizer].without_gradients if optimizer in self._swapped else []
             self._finish(optimizer)  # a closure may be called again
+            self._zero.drop_gradients(zeroed)
+            for parameter in zeroed:
+                parameter.grad = None
             self._unfinished.discard(optimizer)  # it trains, too
             result = closure()
             if optimizer in self._together:

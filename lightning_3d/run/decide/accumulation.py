@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_3d.data.step_sampler import StepSampler, check_samples_per_step
 from lightning_3d.errors import ConfigError
 from lightning_3d.run.context import RunContext
 from lightning_3d.torch_internals.lightning_helpers import active_loaders, callbacks_of
@@ -30,20 +31,19 @@ def batches_per_step(context: RunContext) -> int:
             f" Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), GradientAccumulationScheduler and"
             " manual optimization: use one of them"
         )
-    sizes = [_batch_size(loader) for loader in loaders.flat]
-    replicas = context.mesh.shape.size("samples")
-    if len(sizes) != 1 or sizes[0] is None:
+    if len(loaders.flat) != 1 or (batch := _batch_size(loaders.flat[0])) is None:
         raise ConfigError(
             f"samples_per_step={samples} needs one training dataloader that tells its batch_size, but there are"
-            f" {len(sizes)}, of batch sizes {sizes}: use Trainer(accumulate_grad_batches=...)"
+            f" {len(loaders.flat)}, the first a {type(loaders.flat[0]).__name__}: use"
+            " Trainer(accumulate_grad_batches=...)"
         )
-    batch, per_batch = sizes[0], sizes[0] * replicas
-    num, rest = divmod(samples, per_batch)
-    if rest:
-        near = ", ".join(str(each * per_batch) for each in (num, num + 1) if each)
-        raise ConfigError(
-            f"samples_per_step={samples} is no multiple of the {per_batch} samples in a batch of {batch} on each of"
-            f" {replicas} replicas: use {near}, another batch_size or another number of replicas"
+    replicas = context.mesh.shape.size("samples")
+    num = check_samples_per_step(samples, batch, replicas)
+    sampler = getattr(loaders.flat[0], "sampler", None)
+    if not isinstance(sampler, StepSampler):
+        rank_zero_warn(
+            f"samples_per_step={samples}: the training data have an order of their own ({type(sampler).__name__}), so"
+            " that steps have as many samples, but others, on another number of replicas."
         )
     rank_zero_info(f"A step has {samples} samples: {num} batches of {batch} on each of {replicas} replicas.")
     return num
