@@ -217,6 +217,7 @@ CASES = [
     (Layout(), Case(draws="glue")),
     (Layout(pp=2), Case(data="stateful", after=(7,))),
     (Layout(tp=2), Case(data="stream", after=(7,))),
+    (Layout(), Case(data="stream", after=(BATCHES,))),
     (Layout(pp=2), Case(draws="blocks", norm=True)),
     (Layout(dp=2, zero=2), Case(draws="blocks", precision="16-true")),
     (Layout(), Case(data="workers", after=(7,))),

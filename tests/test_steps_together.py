@@ -12,12 +12,13 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from tests.law.models.spellings import FusedQKV
 from tests.models import TinyGPT, tokens
-from tests.optimizers import ClippingAdam, Prodigy, Sam
+from tests.optimizers import ByHand, ClippingAdam, Prodigy, Sam
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.tables import some_in_matrix
 from tests.workers import WorkerError, WorkerPools
@@ -119,3 +120,57 @@ def test_checkpoints_go_on_in_other_layouts(workers: WorkerPools, name: str, tmp
 def test_those_that_remember_parameters_are_refused_on_parts(workers: WorkerPools, layout: Layout) -> None:
     with pytest.raises(WorkerError, match=r"StepError: Sam tells parameters by what is in its attribute 'listed'"):
         workers(2).run(_trained, "Sam", layout)
+
+
+class Perturbing(ByHand):
+    """Goes a little way up, lets go of gradients, and steps from where it was by those of a closure, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter]["old"] = parameter.data.clone()
+                parameter.add_(parameter.grad, alpha=0.05)
+        self.zero_grad()
+        loss = torch.enable_grad()(closure)()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data = self.state[parameter]["old"]
+                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+class PerturbedGPT(FusedGPT):
+    """Trains by hand, with gradients before the step."""
+
+    def __init__(self) -> None:
+        super().__init__("Prodigy")
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Optimizer:
+        return Perturbing(self.parameters())
+
+    def training_step(self, *args: Any) -> None:
+        optimizer: Any = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = super(PerturbedGPT, self).training_step(*args)
+            self.manual_backward(loss)
+            return loss
+
+        closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+
+def _perturbed(layout: Layout | None) -> dict[str, Tensor]:
+    trainer, _ = fitted(
+        layout, PerturbedGPT, data=partial(tokens, vocabulary=63), batches=2, epochs=1, precision="64-true"
+    )
+    return whole_state(trainer)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, mode="inline"), Layout(dp=2, zero=3)], ids=str)
+def test_steps_that_begin_before_their_closure(workers: WorkerPools, layout: Layout) -> None:
+    expected = _perturbed(None)
+    assert_same_state(workers(2).run(_perturbed, layout), expected, tolerance=1e-12)
