@@ -120,7 +120,7 @@ def test_the_curve_is_that_of_one_process(workers: WorkerPools, tmp_path: Path) 
 
 
 def test_batches_have_the_same_samples(workers: WorkerPools, tmp_path: Path) -> None:
-    """Larger ones, as what a dropout leaves, or a padding adds, depends on all of them; from the end of an epoch, too."""
+    """Larger ones, as what a dropout leaves, or a padding adds, depends on all of them; from an epoch's end, too."""
     one = _noted(workers, tmp_path / "one", Run(ranks=1, until=8, batch_size=2))
     runs = [Run(ranks=3, until=5, batch_size=2), Run(ranks=2, until=8, batch_size=2)]
     _are_alike(_noted(workers, tmp_path / "some", *runs), one)
