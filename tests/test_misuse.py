@@ -216,11 +216,6 @@ NEEDS = rf" at .*{HERE} \w+ needs the data of a tensor that comes from a block"
 NO_GRAD = "a loss that does not require grad"
 
 MISUSES = {
-    "LBFGS": Misuse(
-        model(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)),
-        "StepError",
-        "LBFGS steps all parameters together, or runs training_step several times per step",
-    ),
     "optimizer made too early": Misuse(
         model(_with_early_optimizer, configure_optimizers=lambda self: self.optimizer),
         "StepError",

@@ -125,7 +125,11 @@ class Resuming:
         """
         loaders = data_loops.training_loaders(self._trainer)
         samplers = [loader.sampler for loader in loaders if isinstance(getattr(loader, "sampler", None), StepSampler)]
-        if saved is None or saved["replicas"] == self._num_replicas or len(samplers) < len(loaders):
+        if (
+            saved is None
+            or saved.get("replicas", self._num_replicas) == self._num_replicas
+            or len(samplers) < len(loaders)
+        ):
             return False
         for loader, sampler in zip(loaders, samplers, strict=True):
             sampler.num_left_out = num * loader.batch_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.zero.wrapped_optimizers import with_wrapped
@@ -27,7 +27,7 @@ def _holds(value: object, held: set[int], seen: set[int]) -> bool:
         value = left.pop()
         if id(value) in held or (type(value) is int and value in held):
             return True
-        if id(value) in seen or isinstance(value, Tensor):
+        if id(value) in seen or isinstance(value, (Tensor, nn.Module)):  # a module has its own parameters
             continue
         seen.add(id(value))
         if isinstance(value, (set, frozenset, list, tuple, dict)):
