@@ -27,7 +27,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from rich.console import Group
 from rich.table import Table
 
-from lightning_3d.checkpoint.atomic import is_seen
+from lightning_3d.checkpoint.atomic import NOT_SHARED, is_seen
 from lightning_3d.cli.output import show
 from lightning_3d.distributed.agreement import gather_objects, on_one_rank, raise_on_all_ranks
 from lightning_3d.distributed.machine import Network
@@ -140,11 +140,7 @@ def problems_of(nodes: Sequence[Node], folder: Path) -> Iterator[str]:
         if abs(node.clock - middle) > _CLOCKS:
             yield f"the clock of {node.name} is {node.clock - middle:+.1f} s from the others': set it, as by NTP"
         if not node.sees_folder:
-            yield (
-                f"{node.name} does not see what {first.name} writes to {folder}: checkpoint folders need a file system"
-                " that all nodes share. Name one by --folder, or have rank 0 write files"
-                " (save_distributed_checkpoint=False)"
-            )
+            yield f"{node.name} does not see what {first.name} writes to {folder}: {NOT_SHARED}"
         if node.room < _ROOM:
             yield f"{node.name} has {size_text(node.room)} left in {folder}: a checkpoint may not fit"
         if node.num_files < _FILES:

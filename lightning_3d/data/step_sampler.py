@@ -47,7 +47,7 @@ class StepSampler(DistributedSampler[Any]):
         shuffle: bool,
         drop_last: bool,
     ) -> None:
-        vars(self).update(vars(sampler))
+        super().__init__(sampler.dataset, sampler.num_replicas, sampler.rank, shuffle, sampler.seed, drop_last)
         check_samples_per_step(samples_per_step, batch_size, self.num_replicas)
         num_samples = len(self.dataset)  # type: ignore[arg-type]  # it has been asked for it before
         num_steps = num_samples // samples_per_step if drop_last else -(-num_samples // samples_per_step)
@@ -57,7 +57,6 @@ class StepSampler(DistributedSampler[Any]):
                 " epoch has no step. Use fewer samples in a step, or drop_last=False"
             )
         self.samples_per_step, self._batch_size = samples_per_step, batch_size
-        self.shuffle, self.drop_last = shuffle, drop_last
         self.total_size = num_steps * samples_per_step
         self.num_samples = self.total_size // self.num_replicas
         self.num_left_out = 0

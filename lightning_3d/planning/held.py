@@ -20,6 +20,7 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.buckets import bucket_bytes_of
 from lightning_3d.zero.master_weights import is_half
 from lightning_3d.zero.optimizer_kind import OptimizerKind
+from lightning_3d.zero.owners import bytes_received
 
 _WIDE = 4  # bytes of a number of fp32
 
@@ -138,10 +139,11 @@ class StateMemory:
         ranks = replicas * self._shape.model_size
         received = 0.0
         if kind == "all":
-            received = sum(2 * p.nbytes * (ranks - 1) / ranks for p, _, _ in self._state if p.requires_grad)
+            trained = [p.nbytes for p, _, _ in self._state if p.requires_grad]
+            received = sum(bytes_received(size, ranks, has_owner=False) for size in trained)
         elif kind == "parameters":
             cuts = [(p.nbytes, replicas * round(p.numel() / num)) for p, num in self._trained({pp_rank}) if num]
-            received = sum(3 * size * (num_cuts - 1) / num_cuts**2 for size, num_cuts in cuts)
+            received = sum(bytes_received(size, num_cuts, has_owner=True) for size, num_cuts in cuts)
         return round(received)
 
     def _buffers(self, places: Set[int], whole: int) -> int:

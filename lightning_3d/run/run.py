@@ -81,7 +81,7 @@ class Run:
         self.resumes: Mapping[str, Any] | None = None
         """The state of the fit that this one goes on with, until it does."""
         self.batches_per_step: int = 1
-        """In a fit: those that a replica accumulates."""
+        """In a fit with ``samples_per_step``: those that a replica accumulates."""
         self.restores_late: bool | None = None
         """Whether checkpoints are restored after setup; known once the model is built."""
         self.keeps_replicas_order: bool = False
@@ -155,9 +155,10 @@ class Run:
         open_before_layout(self.ranks.session, self.context, self._dataclasses, self.resuming)
         if self.is_fit:
             self._choose_layout()
-            self.batches_per_step = batches_per_step(self.context)
-            accumulated = {"accumulate_grad_batches": self.batches_per_step}
-            self.ranks.session.enter_context(replaced("accumulation", self.trainer, accumulated))
+            if self.config.samples_per_step is not None:
+                self.batches_per_step = batches_per_step(self.context, self.config.samples_per_step)
+                accumulated = {"accumulate_grad_batches": self.batches_per_step}
+                self.ranks.session.enter_context(replaced("accumulation", self.trainer, accumulated))
         check_run(self.context, self._deepspeed)
         open_before_planning(self.ranks.session, self.config, self.ranks.mesh)
         self._planned = None if self.is_parallel else plan_model(self.context)

@@ -162,11 +162,18 @@ class LocalSteps:
             self._enter(optimizer)
             return args, kwargs
 
-        if optimizer in self._together and self._has_gradients:
+        given = dict[nn.Parameter, tuple[int, int]]()  # gradients with which the step goes on
+
+        def enter() -> None:
             self._enter(optimizer)
+            given.clear()
+            given.update(self._swapped[optimizer].gradients())
+
+        if optimizer in self._together and self._has_gradients:
+            enter()
 
         def run() -> object:
-            zeroed = self._swapped[optimizer].without_gradients if optimizer in self._swapped else []
+            zeroed = self._swapped[optimizer].without_gradients(given) if optimizer in self._swapped else []
             self._finish(optimizer)  # a closure may be called again
             self._zero.drop_gradients(zeroed)
             for parameter in zeroed:
@@ -175,7 +182,7 @@ class LocalSteps:
             result = closure()
             if optimizer in self._together:
                 result = self._whole.mean_loss(result)
-            self._enter(optimizer)
+            enter()
             return result
 
         if rest:

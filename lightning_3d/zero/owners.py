@@ -42,3 +42,14 @@ def choose_owners(
         loads.update({(stage, owner): parameter.numel() for stage in holders})
         owners[parameter] = owner
     return owners
+
+
+def bytes_received(num_bytes: float, num_ranks: int, *, has_owner: bool) -> float:
+    """Bytes that a rank receives in the mean for the step of a parameter of which so many ranks have parts.
+
+    Args:
+        num_bytes: Of the parameter.
+        has_owner: Whether one of them gets values and gradients, and the others new values; else all get the former.
+    """
+    apart = num_bytes * (num_ranks - 1) / num_ranks
+    return 3 * apart / num_ranks if has_owner else 2 * apart

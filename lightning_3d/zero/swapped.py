@@ -53,28 +53,34 @@ class Swapped:
     ) -> None:
         self._optimizer, self._then = optimizer, then
         self._stepped = {parameter: other for parameter, other in stepped.items() if other is not None}
-        self._gradients = {other: _version(other.grad) for other in self._stepped.values() if other.grad is not None}
         self._originals = [[*group["params"]] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             others = [stepped.get(parameter, parameter) for parameter in group["params"]]
             group["params"][:] = [other for other in others if other is not None]  # LBFGS remembers this list
         _rekey(optimizer, self._stepped)
 
-    @property
-    def without_gradients(self) -> list[nn.Parameter]:
+    def gradients(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Parameter -> something that differs once its gradient is another, or was changed in place."""
+        pairs = self._stepped.items()
+        return {p: (id(other.grad), other.grad._version) for p, other in pairs if other.grad is not None}
+
+    def without_gradients(self, before: Mapping[nn.Parameter, tuple[int, int]]) -> list[nn.Parameter]:
         """Parameters whose gradients the optimizer has let go of, as by ``zero_grad()`` in its step.
+
+        Args:
+            before: The `gradients` that it was given.
 
         Raises:
             StepError: it has changed others in place, as by ``zero_grad(set_to_none=False)``.
         """
-        now = {other: _version(other.grad) for other in self._stepped.values() if other.grad is not None}
-        if any(self._gradients.get(other) != version for other, version in now.items()):
+        now = self.gradients()
+        if not now.items() <= before.items():
             raise StepError(
                 f"{type(self._optimizer).__name__} changes gradients in its step, before it calls its closure, but"
                 " steps parts of parameters that have none of their own: let it call zero_grad(), which sets them"
                 " to None, or use one process or plain replicas (zero.stage=0)."
             )
-        return [parameter for parameter, other in self._stepped.items() if other in self._gradients.keys() - now.keys()]
+        return [parameter for parameter in before if parameter not in now]
 
     def back(self) -> None:
         """The other way."""
@@ -84,11 +90,6 @@ class Swapped:
         for other in self._stepped.values():
             other.grad = None
         self._then()
-
-
-def _version(gradient: Tensor) -> tuple[int, int]:
-    """Something that differs once it is another, or was changed in place."""
-    return id(gradient), gradient._version
 
 
 def _rekey(optimizer: Optimizer, names: Mapping[nn.Parameter, nn.Parameter]) -> None:

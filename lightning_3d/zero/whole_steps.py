@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.dtensor import part_of
-from lightning_3d.zero.owners import choose_owners
+from lightning_3d.zero.owners import bytes_received, choose_owners
 from lightning_3d.zero.shard import RankShard, plain
 
 _BUCKET_BYTES = 2**28  # of whole parameters; what a rank sends and receives at a time is its share of them
@@ -66,9 +66,9 @@ class WholeParameter(RankShard):
 
     @property
     def received_bytes(self) -> float:
-        """Bytes that a rank receives for a step, in the mean: values and gradients, and new values from an owner."""
-        apart = self.parameter.numel() * self.parameter.itemsize * (self.size - 1) / self.size
-        return 2 * apart if self.owner is None else 3 * apart / self.size
+        """Bytes that a rank receives for a step, in the mean."""
+        num_bytes = self.parameter.numel() * self.parameter.itemsize
+        return bytes_received(num_bytes, self.size, has_owner=self.owner is not None)
 
     @property
     @override

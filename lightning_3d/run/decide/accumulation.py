@@ -11,15 +11,14 @@ from lightning_3d.run.context import RunContext
 from lightning_3d.torch_internals.lightning_helpers import active_loaders, callbacks_of
 
 
-def batches_per_step(context: RunContext) -> int:
-    """The batches that a replica accumulates; as many as the Trainer is told, where ``samples_per_step`` is not given.
+def batches_per_step(context: RunContext, samples: int) -> int:
+    """The batches that a replica accumulates for a step of so many samples; every rank calls it in a fit.
 
     Raises:
         ConfigError: batches of all replicas don't make such a step, or the Trainer is told how many to accumulate.
     """
-    trainer, samples = context.trainer, context.config.samples_per_step
-    loaders = active_loaders(trainer) if samples is not None else None
-    if samples is None or loaders is None:
+    trainer, loaders = context.trainer, active_loaders(context.trainer)
+    if loaders is None:
         return trainer.accumulate_grad_batches
     has_scheduler = any(
         type(each) is GradientAccumulationScheduler and each.going_to_accumulate_grad_batches()

@@ -226,18 +226,21 @@ def check_optimizers(
     """
     _raise_first(StepError, _problems_of_strangers(optimizers, module))
     refuse_unsaved(optimizers, module.trainer)
-    on = stepping_device(config, device)
-    talking = on_one_rank(lambda: [communicates(optimizer, device=on) for optimizer in optimizers])
+    on, is_set = stepping_device(config, device), config.optimizer_steps != "auto"
     if config.optimizer_steps == "auto":
         found = on_one_rank(lambda: [optimizer_kind(optimizer, device=on) for optimizer in optimizers])
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
+    # In a trial those that communicate were not understood.
+    doubted = [optimizer for optimizer, kind in kinds.items() if is_set or kind == "all"]
+    talking = on_one_rank(lambda: [communicates(optimizer, device=on) for optimizer in doubted]) if doubted else []
     refuse_schedules(module.trainer, mesh.shape, config)
     has_parts = mesh.shape.is_model_parallel or (config.stage == 3 and mesh.shape.size("state") > 1)
-    for (optimizer, kind), talks in zip(kinds.items(), talking, strict=True):
+    for optimizer, talks in zip(doubted, talking, strict=True):
         if talks:
-            refuse_collectives(optimizer, kind, mesh.shape, config)
+            refuse_collectives(optimizer, kinds[optimizer], mesh.shape, config)
+    for optimizer, kind in kinds.items():
         _raise_first(StepError, _problems_of_kind(optimizer, kind, config))
         if has_parts if kind == "all" else steps_parts(mesh.shape, config):
             _raise_first(StepError, _problems_of_identity(optimizer))
