@@ -51,6 +51,9 @@ class Model(L.LightningModule):
         self.noted.setdefault(self.global_step, []).extend((number, float(loss)) for number in numbers.tolist())
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layers(batch[1])
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
@@ -71,14 +74,43 @@ class Run:
     batch_size: int = 1
 
 
-def _fit(run: Run, folder: Path, *, goes_on: bool, shuffle: bool = True, drop_last: bool = False) -> Any:
+class SavesInValidation(L.Callback):
+    """Saves when the last step has been validated."""
+
+    def __init__(self, saved: Path, step: int) -> None:
+        self.saved, self.step = saved, step
+
+    def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.saved)
+
+
+def _fit(
+    run: Run,
+    folder: Path,
+    *,
+    goes_on: bool,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    validates: bool = False,
+) -> Any:
     L.seed_everything(1, verbose=False)
     strategy = ThreeDStrategy(samples_per_step=PER_STEP, **run.settings)
-    trainer = L.Trainer(**QUIET, devices=run.ranks, strategy=strategy, max_steps=run.until, max_epochs=-1)
     model, saved = Model(), folder / "last.ckpt"
+    trainer = L.Trainer(
+        **QUIET,
+        devices=run.ranks,
+        strategy=strategy,
+        max_steps=run.until,
+        max_epochs=-1,
+        callbacks=[SavesInValidation(saved, run.until)] if validates else [],
+        enable_checkpointing=False,
+    )
     loader = DataLoader(Numbered(), batch_size=run.batch_size, shuffle=shuffle, drop_last=drop_last)
-    trainer.fit(model, loader, ckpt_path=saved if goes_on else None)
-    trainer.save_checkpoint(saved)
+    validated = DataLoader(Numbered(), batch_size=10) if validates else None
+    trainer.fit(model, loader, validated, ckpt_path=saved if goes_on else None)
+    if not validates:
+        trainer.save_checkpoint(saved)
     return model.noted
 
 
@@ -119,6 +151,13 @@ def test_batches_have_the_same_samples(workers: WorkerPools, tmp_path: Path) -> 
     one = _noted(workers, tmp_path / "one", Run(ranks=1, until=8, batch_size=2))
     runs = [Run(ranks=3, until=5, batch_size=2), Run(ranks=2, until=8, batch_size=2)]
     _are_alike(_noted(workers, tmp_path / "some", *runs), one)
+
+
+def test_an_epoch_that_a_validation_saved_is_complete(workers: WorkerPools, tmp_path: Path) -> None:
+    """Another number of ranks goes on with the next one."""
+    one = _noted(workers, tmp_path / "one", Run(ranks=1, until=8), validates=True)
+    found = _noted(workers, tmp_path / "some", Run(ranks=1, until=5), Run(ranks=2, until=8), validates=True)
+    _are_alike(found, one)
 
 
 def test_layouts_take_as_many_samples(workers: WorkerPools, tmp_path: Path) -> None:

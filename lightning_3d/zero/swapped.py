@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import StepError
+from lightning_3d.torch_internals.tensors import version_of
 from lightning_3d.zero.attributes import users_attributes
 from lightning_3d.zero.wrapped_optimizers import with_wrapped
 
@@ -62,7 +63,7 @@ class Swapped:
     def gradients(self) -> dict[nn.Parameter, tuple[int, int]]:
         """Parameter -> something that differs once its gradient is another, or was changed in place."""
         pairs = self._stepped.items()
-        return {p: (id(other.grad), other.grad._version) for p, other in pairs if other.grad is not None}
+        return {p: (id(other.grad), version_of(other.grad)) for p, other in pairs if other.grad is not None}
 
     def without_gradients(self, before: Mapping[nn.Parameter, tuple[int, int]]) -> list[nn.Parameter]:
         """Parameters whose gradients the optimizer has let go of, as by ``zero_grad()`` in its step.
